@@ -1,0 +1,41 @@
+# Everything runs in .venv, which the first target that needs it creates.
+#   PYTHON  the interpreter to start from (3.11 or newer)
+#   ARGS    passed on: make test ARGS="-k gather -x", make demo ARGS="--device cpu"
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+STAMP := $(VENV)/.stamp
+LINT_STAMP := $(VENV)/.lint-stamp
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test gpu lint clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(STAMP)  ## gather from real data on your device, check every byte, show times
+	$(VENV)/bin/multigather demo $(ARGS)
+
+test: $(STAMP)  ## run the tests
+	$(VENV)/bin/python -m pytest tests $(ARGS)
+
+gpu:  ## run the GPU tests with the Python at hand: no venv, no network
+	$(PYTHON) tools/gpu_check.py $(ARGS)
+
+lint: $(LINT_STAMP)  ## check style and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+clean:  ## remove .venv, build output and caches
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt tools/setup_venv.py
+	$(PYTHON) tools/setup_venv.py $(VENV) --extras test,demo
+	@touch $@
+
+$(LINT_STAMP): $(STAMP)
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]' --constraint $(VENV)/constraints.txt
+	@touch $@

@@ -1,0 +1,220 @@
+// Gather rows of many buffers with one index: destination[k][j] = source[k][indices[j]].
+//
+// One source file, specialised by macros when it is compiled (NVRTC through CuPy, or nvcc):
+//
+//   FIELDS      capacity of the field table; entries past the fields in use start at tile 2^32 - 1
+//   SEARCH_STEP the largest power of two below FIELDS (used where FIELDS > 8)
+//   INDEX       C type of one index
+//   INDEX_SIGNED  1 where INDEX is signed
+//   BOUNDS      0 raise, 1 fill, 2 clip, 3 unchecked
+//   WIDE        1 where a field has 2^31 copy units or more, so that unit numbers need 64 bits
+//   LAYOUT      0 tiles: one thread block copies one tile of one field
+//               1 rows: one thread block copies one chunk of a row in every field
+//   THREADS     threads per block
+//   UNROLL      units in flight per thread: all loads are issued before the first store
+//   STREAMING   1 to load and store with evict-first hints (tables and outputs far beyond L2)
+//
+// A field's rows are copied as bytes, in the widest unit (1 to 16 bytes) that its two pointers, its
+// two row strides and its row size allow; the host chooses it per field, so one misaligned buffer
+// does not slow the others down. Every row offset is a 64-bit byte offset.
+//
+// Nothing here uses shared memory or a barrier: the same file, compiled as C++ behind a small shim
+// for the CUDA names, runs block after block and thread after thread on a CPU (tests/cuda_host).
+
+#define RAISE 0
+#define FILL 1
+#define CLIP 2
+#define UNCHECKED 3
+
+// Ring of fault records, written here, read by multigather/faults.py, which repeats these numbers.
+#define FAULT_RING 64
+#define FAULT_WORDS 8
+
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct Field {
+    i64 rows;                // valid indices are 0 .. rows - 1
+    i64 source_stride;       // bytes from one row to the next
+    i64 destination_stride;  // bytes
+    i64 units;               // copy units per row
+    unsigned first_tile;     // tiles layout: number of the field's first tile
+    unsigned log2_unit;      // copy unit is 1 << log2_unit bytes; 5: rows of no bytes, only checked
+    unsigned magic;          // 32-bit division by units: (umulhi(n, magic) + n) >> shift
+    unsigned shift;
+    unsigned buffer;         // position among the caller's buffers, for error reports
+};
+
+struct Parameters {
+    const INDEX* indices;
+    struct { const char* source; char* destination; } pointer[FIELDS];
+    i64 index_stride;  // elements from one index to the next
+    i64 count;         // number of indices
+    u64* faults;       // host memory mapped into the device's address space
+    u64 plan;          // number that the host finds the call's description by
+    u64 chunks;        // rows layout: thread blocks per row
+    u64 fields;        // number of fields in use
+    Field field[FIELDS];
+};
+
+#if WIDE
+typedef u64 Count;
+__device__ __forceinline__ Count divide(Count n, const Field& field) { return n / (u64)field.units; }
+#else
+typedef unsigned Count;
+// Division by an invariant through a multiply and a shift (Granlund and Montgomery, PLDI 1994,
+// figure 4.1 with the round-up multiplier); exact for every n below 2^31, which the host ensures.
+__device__ __forceinline__ Count divide(Count n, const Field& field) {
+    return (__umulhi(n, field.magic) + n) >> field.shift;
+}
+#endif
+
+struct Nothing {};  // unit of a field whose rows have no bytes
+
+template <typename Unit>
+__device__ __forceinline__ Unit load(const Unit* address) {
+#if STREAMING
+    return __ldcs(address);
+#else
+    return __ldg(address);
+#endif
+}
+template <typename Unit>
+__device__ __forceinline__ void store(Unit* address, const Unit& value) {
+#if STREAMING
+    __stcs(address, value);
+#else
+    *address = value;
+#endif
+}
+__device__ __forceinline__ Nothing load(const Nothing*) { return Nothing(); }
+__device__ __forceinline__ void store(Nothing*, const Nothing&) {}
+
+// Appends a record to the ring: [ticket + 1, plan, position, value, buffer, rows, is_unsigned, 0].
+// faults[0] counts the faults of all time and hands out tickets, faults[1] is how many of them the
+// host has taken. A record is written only where its slot is free, so the earliest faults survive;
+// the stamp in word 0 follows a system-wide fence, so the host never reads half a record.
+__device__ __noinline__ void report(const Parameters& p, i64 position, i64 value, const Field& field) {
+    const u64 ticket = atomicAdd_system(p.faults, 1ull);
+    const u64 taken = *(volatile u64*)(p.faults + 1);
+    if (ticket - taken >= FAULT_RING) return;
+    volatile u64* record = p.faults + FAULT_WORDS * (1 + ticket % FAULT_RING);
+    record[1] = p.plan;
+    record[2] = (u64)position;
+    record[3] = (u64)value;
+    record[4] = field.buffer;
+    record[5] = (u64)field.rows;
+    record[6] = INDEX_SIGNED ? 0 : 1;
+    record[7] = 0;
+    __threadfence_system();
+    record[0] = ticket + 1;
+}
+
+// The row that index number `position` selects, or -1 for a row of zeros.
+__device__ __forceinline__ i64 resolve(const Parameters& p, const Field& field, i64 position, bool reports) {
+    const INDEX index = __ldg(p.indices + position * p.index_stride);
+    i64 row = (i64)index;
+    const i64 rows = field.rows;
+#if BOUNDS == UNCHECKED
+    return row;
+#elif BOUNDS == CLIP
+    if (INDEX_SIGNED && row < 0) return 0;
+    return (u64)row < (u64)rows ? row : rows - 1;
+#elif BOUNDS == FILL
+    return (u64)row < (u64)rows ? row : -1;
+#else
+    if (INDEX_SIGNED && row < 0) row += rows;
+    if ((u64)row < (u64)rows) return row;
+    if (reports) report(p, position, (i64)index, field);
+    return -1;
+#endif
+}
+
+#if LAYOUT == 0
+// Units base, base + THREADS, ... of one field, numbered through all of its rows.
+template <typename Unit>
+__device__ __forceinline__ void copy_tile(const Parameters& p, unsigned k, Count tile) {
+    const Field& field = p.field[k];
+    const char* source = p.pointer[k].source;
+    char* destination = p.pointer[k].destination;
+    const Count units = (Count)field.units;
+    const Count total = (Count)p.count * units;
+    const Count base = tile * (Count)(THREADS * UNROLL) + threadIdx.x;
+    Count position[UNROLL];
+    Count column[UNROLL];
+    i64 row[UNROLL];
+    Unit value[UNROLL];
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+        const Count unit = base + (Count)(u * THREADS);
+        position[u] = divide(unit, field);
+        column[u] = unit - position[u] * units;
+        row[u] = -1;
+        if (unit < total) row[u] = resolve(p, field, (i64)position[u], column[u] == 0);
+    }
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+        value[u] = Unit();
+        if (base + (Count)(u * THREADS) < total && (BOUNDS == UNCHECKED || BOUNDS == CLIP || row[u] >= 0))
+            value[u] = load((const Unit*)(source + row[u] * field.source_stride) + column[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++)
+        if (base + (Count)(u * THREADS) < total)
+            store((Unit*)(destination + (i64)position[u] * field.destination_stride) + column[u], value[u]);
+}
+#else
+// Chunk number `chunk` of row `position` in one field.
+template <typename Unit>
+__device__ __forceinline__ void copy_chunk(const Parameters& p, unsigned k, i64 position, i64 chunk) {
+    const Field& field = p.field[k];
+    i64 column = chunk * (THREADS * UNROLL) + threadIdx.x;
+    if (chunk * (THREADS * UNROLL) >= field.units) return;
+    const i64 row = resolve(p, field, position, column == 0);
+    const Unit* source = (const Unit*)(p.pointer[k].source + row * field.source_stride);
+    Unit* destination = (Unit*)(p.pointer[k].destination + position * field.destination_stride);
+    Unit value[UNROLL];
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+        value[u] = Unit();
+        if (column + u * THREADS < field.units && (BOUNDS == UNCHECKED || BOUNDS == CLIP || row >= 0))
+            value[u] = load(source + column + u * THREADS);
+    }
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++)
+        if (column + u * THREADS < field.units) store(destination + column + u * THREADS, value[u]);
+}
+#endif
+
+#define FOR_UNIT_OF(k, function, ...)                                   \
+    switch (p.field[k].log2_unit) {                                     \
+        case 4: function<int4>(p, k, __VA_ARGS__); break;               \
+        case 3: function<int2>(p, k, __VA_ARGS__); break;               \
+        case 2: function<int>(p, k, __VA_ARGS__); break;                \
+        case 1: function<short>(p, k, __VA_ARGS__); break;              \
+        case 0: function<signed char>(p, k, __VA_ARGS__); break;        \
+        default: function<Nothing>(p, k, __VA_ARGS__); break;           \
+    }
+
+extern "C" __global__ void __launch_bounds__(THREADS) gather(const __grid_constant__ Parameters p) {
+#if LAYOUT == 0
+    // The field of this block: how many fields start at or before its tile. The comparisons do not
+    // depend on one another, so their loads from constant memory overlap.
+    unsigned k = 0;
+#if FIELDS <= 8
+#pragma unroll
+    for (int next = 1; next < FIELDS; next++) k += blockIdx.x >= p.field[next].first_tile;
+#else
+    for (unsigned step = SEARCH_STEP; step; step /= 2)
+        if (k + step < FIELDS && blockIdx.x >= p.field[k + step].first_tile) k += step;
+#endif
+    const Count tile = (Count)(blockIdx.x - p.field[k].first_tile);
+    FOR_UNIT_OF(k, copy_tile, tile)
+#else
+    const i64 position = (i64)(blockIdx.x / p.chunks);
+    const i64 chunk = (i64)(blockIdx.x - (u64)position * p.chunks);
+    for (unsigned k = 0; k < (unsigned)p.fields; k++) {
+        FOR_UNIT_OF(k, copy_chunk, position, chunk)
+    }
+#endif
+}

@@ -1,0 +1,22 @@
+"""Gather rows of many buffers with one index, in one kernel launch.
+
+``multigather.gather(indices, *bufs)`` is ``tuple(buf[indices] for buf in bufs)``, bit for bit.
+"""
+
+from .api import explain, gather
+from .dispatch import BackendStatus, Explanation, backends
+from .errors import UnsupportedError
+from .faults import check
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendStatus",
+    "Explanation",
+    "UnsupportedError",
+    "__version__",
+    "backends",
+    "check",
+    "explain",
+    "gather",
+]

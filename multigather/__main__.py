@@ -1,0 +1,5 @@
+"""``python -m multigather``: the command line."""
+
+from multigather.cli import main
+
+main()

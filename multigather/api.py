@@ -1,0 +1,333 @@
+"""The public functions: check the arguments, find the executable, run it, mirror the arguments."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from . import dispatch, faults
+from .autograd import Gather
+from .executable import Executable
+from .outputs import check_outputs
+from .request import BOUNDS, INDEX_DTYPES, Request, field_of
+
+BACKEND_NAMES = tuple(backend.name for backend in dispatch.BACKENDS)
+
+# Executables by the layout they are for. A program has a few; a bound keeps one that makes up
+# shapes from growing without end.
+KEPT_EXECUTABLES = 1024
+_executables: dict[tuple[Any, ...], Executable] = {}
+_executables_lock = threading.Lock()
+
+
+def gather(
+    indices: torch.Tensor,
+    *bufs: Any,
+    out: Sequence[Any] | None = None,
+    bounds: str = "raise",
+    backend: str | None = None,
+) -> tuple[Any, ...]:
+    """Gather the same rows of many buffers: ``tuple(buf[indices] for buf in bufs)``, bit for bit.
+
+    Args:
+        indices: row numbers, any integer dtype, any shape and stride. uint8 is an index, never a
+            mask. On the buffers' device, or on the CPU (then copied once).
+        *bufs: tensors of at least one dimension, shape ``[rows, ...]``, each with its own row
+            count, dtype, row shape and strides, all on one device; or None; or dicts, tuples,
+            lists and other containers of them that torch's pytree knows. Buffers in pinned host
+            memory with ``indices`` on a GPU are read in place, and the outputs are on the GPU.
+        out: where to write, in the same structure as ``bufs``: tensors of the outputs' shape,
+            dtype and device whose rows are contiguous (the rows may be strided) and which overlap
+            no input. None makes new tensors.
+        bounds: what an index outside the buffer means. "raise": `IndexError`; negative indices
+            count from the end. "fill": a row of zero bytes, also for every negative index.
+            "clip": the nearest valid row, 0 for every negative index. "unchecked": the caller
+            promises ``0 <= index < rows``.
+        backend: "cupy", "triton" or "torch" to insist on one; None lets the dispatcher choose.
+
+    Returns:
+        A tuple with one item per argument, in the argument's structure: contiguous tensors of
+        shape ``indices.shape + buf.shape[1:]`` and the buffer's dtype, and None for None.
+
+    Raises:
+        TypeError: ``indices`` is no integer tensor, or a buffer no strided tensor.
+        ValueError: devices do not go together, a buffer has no rows dimension, ``out`` does not
+            fit, or an option is unknown.
+        IndexError: an index is outside the buffer, in mode "raise": at once for CPU tensors and
+            for a buffer without rows. On a GPU the row is zero-filled, the call returns, and the
+            error is raised by the next call that can see it, or by `check`.
+        UnsupportedError: the named backend cannot run this; the message says why.
+    """
+    leaves, spec = _flatten(bufs)
+    tensors = [leaf for leaf in leaves if leaf is not None]
+    key = _key(indices, tensors, bounds, backend, spec)
+    executable = _executables.get(key) if key is not None else None
+    if executable is None:
+        executable = _make(key, indices, bufs, leaves, tensors, bounds, backend)
+    if executable is None:
+        return tuple(bufs) if spec is None else pytree.tree_unflatten(leaves, spec)
+    request = executable.request
+    if request.device.type == "cuda":
+        faults.raise_pending(request.device)
+    if indices.device != request.device:
+        indices = indices.to(request.device, non_blocking=indices.is_pinned())
+    flat = indices.reshape(-1) if indices.dim() != 1 else indices
+    if flat.shape[0] and request.bounds != "fill" and executable.has_empty_buffer:
+        raise executable.empty_buffer_error(flat.shape[0])
+    outs = None
+    if out is not None:
+        outs = _flatten_outputs(out, bufs, leaves, spec)
+        check_outputs(outs, tensors, indices, request, executable.site.labels)
+
+    def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return _run(executable, flat, indices.shape, sources, outs)
+
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        if outs is not None:
+            raise ValueError(
+                "out= cannot be combined with gradients: a buffer requires grad. Leave out= away, "
+                "detach the buffers, or call under torch.no_grad()"
+            )
+        results = list(Gather.apply(run, indices, bounds, *tensors))
+    else:
+        results = run(tensors)
+    if request.device.type == "cuda" and faults.synchronous and bounds == "raise":
+        _synchronise(request.device)
+    if spec is None and len(results) == len(leaves):
+        return tuple(results)
+    remaining = iter(results)
+    mirrored = [None if leaf is None else next(remaining) for leaf in leaves]
+    return tuple(mirrored) if spec is None else pytree.tree_unflatten(mirrored, spec)
+
+
+def explain(
+    indices: torch.Tensor, *bufs: Any, bounds: str = "raise", backend: str | None = None
+) -> dispatch.Explanation:
+    """Which backend would run this gather, with which config, from where, and why not the others.
+
+    Takes the arguments of `gather` and gathers nothing.
+
+    Returns:
+        An `Explanation`, whose text is meant for reading.
+
+    Raises:
+        TypeError, ValueError, UnsupportedError: as `gather` does.
+    """
+    leaves, spec = _flatten(bufs)
+    tensors = [leaf for leaf in leaves if leaf is not None]
+    executable = _make(None, indices, bufs, leaves, tensors, bounds, backend)
+    if executable is None:
+        return dispatch.Explanation("    no buffers: nothing to gather", (), {})
+    request = executable.request.with_count(indices.numel())
+    return dispatch.explain(request, backend, executable.site)
+
+
+def _flatten(bufs: tuple[Any, ...]) -> tuple[list[Any], Any]:
+    """Leaves of the arguments, and their structure where it is more than a row of tensors."""
+    for buf in bufs:
+        if buf is not None and not isinstance(buf, torch.Tensor):
+            return pytree.tree_flatten(bufs)
+    return list(bufs), None
+
+
+def _key(
+    indices: torch.Tensor, tensors: list[Any], bounds: str, backend: str | None, spec: Any
+) -> tuple[Any, ...] | None:
+    """All that an executable depends on; None where a tensor does not tell its layout."""
+    try:
+        layouts = [
+            (
+                type(tensor),
+                tensor.dtype,
+                tensor.shape,
+                tensor.stride(),
+                tensor.device,
+                tensor.data_ptr() & 15,
+                tensor.is_conj(),
+                tensor.is_neg(),
+                indices.is_cuda and tensor.is_cpu and tensor.is_pinned(),
+            )
+            for tensor in tensors
+        ]
+        key = (indices.dtype, indices.device, bounds, backend, spec, *layouts)
+        hash(key)
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    return key
+
+
+def _make(
+    key: tuple[Any, ...] | None,
+    indices: torch.Tensor,
+    bufs: tuple[Any, ...],
+    leaves: list[Any],
+    tensors: list[Any],
+    bounds: str,
+    backend: str | None,
+) -> Executable | None:
+    """Check everything that ``key`` stands for and make its executable; None without tensors."""
+    if not isinstance(indices, torch.Tensor):
+        raise TypeError(
+            f"indices must be a torch.Tensor of integers, got {type(indices).__name__}; "
+            "convert it with torch.as_tensor(indices)"
+        )
+    if indices.dtype not in INDEX_DTYPES:
+        remedy = "use mask.nonzero() for the positions of a mask" if indices.dtype == torch.bool else (
+            "convert them with indices.to(torch.int64)"
+        )
+        raise TypeError(f"indices must have an integer dtype, got {indices.dtype}; {remedy}")
+    _check_strided(indices, "indices")
+    if bounds not in BOUNDS:
+        raise ValueError(f"bounds must be one of {', '.join(map(repr, BOUNDS))}, got {bounds!r}")
+    if backend is not None and backend not in BACKEND_NAMES:
+        raise ValueError(
+            f"backend must be None or one of {', '.join(map(repr, BACKEND_NAMES))}, got {backend!r}"
+        )
+    labels = _labels(bufs, leaves)
+    for tensor, label in zip(tensors, labels, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"{label} must be a torch.Tensor, None or a container of them, "
+                f"got {type(tensor).__name__}; convert it with torch.as_tensor"
+            )
+        _check_strided(tensor, label)
+        if tensor.dim() == 0:
+            raise ValueError(
+                f"{label} has no dimensions, so no rows to gather; give it one with .reshape(1)"
+            )
+    if not tensors:
+        return None
+    device, host_memory = _devices(indices, tensors, labels)
+    request = Request(
+        device=device,
+        host_memory=host_memory,
+        index_dtype=indices.dtype,
+        count=0,
+        bounds=bounds,
+        fields=tuple(field_of(_physical(tensor)) for tensor in tensors),
+    )
+    executable = Executable(request, backend, labels)
+    if key is not None:
+        with _executables_lock:
+            if len(_executables) >= KEPT_EXECUTABLES:
+                _executables.pop(next(iter(_executables)))
+            executable = _executables.setdefault(key, executable)
+    return executable
+
+
+def _check_strided(tensor: torch.Tensor, label: str) -> None:
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise TypeError(
+            f"{label} must be a dense strided tensor, got layout {tensor.layout}"
+            f"{' (nested)' if tensor.is_nested else ''}; convert it with .to_dense()"
+        )
+    if tensor.is_quantized:
+        raise TypeError(
+            f"{label} is a quantized tensor ({tensor.dtype}); gather its .int_repr() instead"
+        )
+    if is_traceable_wrapper_subclass(tensor):
+        raise TypeError(
+            f"{label} is a {type(tensor).__name__}, which holds other tensors; gather those "
+            "(for a DTensor, .to_local())"
+        )
+
+
+def _labels(bufs: tuple[Any, ...], leaves: list[Any]) -> tuple[str, ...]:
+    """The name of each tensor in the call, such as ``bufs[2]`` or ``bufs[0]['obs']``."""
+    paths, _ = pytree.tree_flatten_with_path(bufs)
+    return tuple(
+        f"bufs{pytree.keystr(path)}"
+        for (path, _), leaf in zip(paths, leaves, strict=True)
+        if leaf is not None
+    )
+
+
+def _devices(
+    indices: torch.Tensor, tensors: list[torch.Tensor], labels: tuple[str, ...]
+) -> tuple[torch.device, bool]:
+    """Where the gather runs, and whether the buffers lie in pinned host memory."""
+    device = tensors[0].device
+    for tensor, label in zip(tensors, labels, strict=True):
+        if tensor.device != device:
+            raise ValueError(
+                f"all buffers must be on one device: {labels[0]} is on {device}, {label} is on "
+                f"{tensor.device}; move one with .to()"
+            )
+    if indices.device == device:
+        return device, False
+    if indices.device.type == "cpu" and device.type == "cuda":
+        return device, False
+    if indices.device.type == "cuda" and device.type == "cpu":
+        for tensor, label in zip(tensors, labels, strict=True):
+            if tensor.numel() and not tensor.is_pinned():
+                raise ValueError(
+                    f"{label} is in pageable host memory, which a GPU cannot read, and indices are "
+                    f"on {indices.device}; use {label}.pin_memory() once, or indices.cpu()"
+                )
+        return indices.device, True
+    raise ValueError(
+        f"indices are on {indices.device} and the buffers on {device}; move the indices with "
+        f".to({str(device)!r})"
+    )
+
+
+def _physical(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as it lies in memory, without a lazy conjugate or negative bit; no copy."""
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    if tensor.is_neg():
+        tensor = torch._neg_view(tensor)
+    return tensor
+
+
+def _run(
+    executable: Executable,
+    indices: torch.Tensor,
+    shape: torch.Size,
+    sources: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor] | None,
+) -> list[torch.Tensor]:
+    """Gather the bytes in memory, then apply the lazy bits of the sources to the output rows."""
+    if not any(source.is_conj() or source.is_neg() for source in sources):
+        return executable(indices, shape, sources, outs)
+    results = executable(indices, shape, [_physical(source) for source in sources], outs)
+    for source, result in zip(sources, results, strict=True):
+        if source.is_conj():
+            torch.conj_physical(result, out=result)
+        if source.is_neg():
+            result.neg_()
+    return results
+
+
+def _flatten_outputs(out: Any, bufs: tuple[Any, ...], leaves: list[Any], spec: Any) -> list[Any]:
+    """The output tensors, after checking that ``out`` has the structure of ``bufs``."""
+    outs: list[Any] | None = None
+    if isinstance(out, (tuple, list)) and len(out) == len(bufs):
+        outs, out_spec = pytree.tree_flatten(tuple(out))
+        expected = pytree.tree_structure(bufs) if spec is None else spec
+        if out_spec != expected:
+            outs = None
+    if outs is None:
+        raise ValueError(
+            f"out must be a tuple with one item per buffer argument ({len(bufs)}), in the same "
+            f"structure, got {type(out).__name__}"
+            + (f" of length {len(out)}" if isinstance(out, (tuple, list)) else "")
+        )
+    for number, (leaf, item) in enumerate(zip(leaves, outs, strict=True)):
+        if (leaf is None) != (item is None):
+            raise ValueError(
+                f"out must have None exactly where the buffers have None; leaf {number} differs"
+            )
+    return [item for item in outs if item is not None]
+
+
+def _synchronise(device: torch.device) -> None:
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).synchronize()
+        faults.raise_pending(device)

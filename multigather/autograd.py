@@ -1,0 +1,61 @@
+"""Gradients: each buffer's gradient is the sum of its output rows' gradients, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .bounds import as_int64, resolve
+
+
+class Gather(torch.autograd.Function):
+    """The gather as one node of the graph, with every buffer that requires a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+        indices: torch.Tensor,
+        bounds: str,
+        *buffers: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Run the gather.
+
+        Args:
+            ctx: autograd's context.
+            run: gathers from the buffers that it is given.
+            indices: the indices, any shape.
+            bounds: the bounds mode.
+            buffers: the buffers, not all of them differentiable.
+        """
+        ctx.save_for_backward(indices)
+        ctx.bounds = bounds
+        ctx.shapes = [buffer.shape for buffer in buffers]
+        ctx.set_materialize_grads(False)
+        outputs = run([buffer.detach() for buffer in buffers])
+        ctx.mark_non_differentiable(
+            *(out for out in outputs if not (out.is_floating_point() or out.is_complex()))
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Add each output row's gradient to the row it came from; rows of zeros came from none."""
+        (indices,) = ctx.saved_tensors
+        flat = as_int64(indices.reshape(-1))
+        results: list[torch.Tensor | None] = []
+        for number, (shape, gradient) in enumerate(zip(ctx.shapes, gradients, strict=True)):
+            if gradient is None or not ctx.needs_input_grad[3 + number]:
+                results.append(None)
+                continue
+            rows, bad = resolve(flat.to(gradient.device), shape[0], ctx.bounds)
+            gradient = gradient.reshape(len(flat), *shape[1:])
+            if bad is not None:
+                gradient = gradient.masked_fill(bad.view(-1, *[1] * (len(shape) - 1)), 0)
+            if shape[0] == 0:
+                results.append(gradient.new_zeros(shape))
+                continue
+            results.append(gradient.new_zeros(shape).index_add(0, rows, gradient))
+        return (None, None, None, *results)

@@ -1,0 +1,369 @@
+"""CUDA C backend: kernels/gather.cu, built by NVRTC through CuPy and launched by the driver.
+
+Pointers and field descriptions travel in one parameter structure passed by value, so nothing is
+copied to the device before a launch and a captured launch keeps what it needs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import importlib.util
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, ClassVar
+
+import torch
+
+from .. import faults
+from ..request import Request, Site
+from .base import (
+    Config,
+    Destination,
+    KernelRunner,
+    Refusal,
+    copy_unit,
+    row_refusals,
+)
+
+INDEX_TYPES = {
+    torch.int64: "long long",
+    torch.int32: "int",
+    torch.int16: "short",
+    torch.int8: "signed char",
+    torch.uint8: "unsigned char",
+    torch.uint16: "unsigned short",
+    torch.uint32: "unsigned int",
+    torch.uint64: "unsigned long long",
+}
+BOUNDS = {"raise": 0, "fill": 1, "clip": 2, "unchecked": 3}
+LAYOUTS = {"tiles": 0, "rows": 1}
+
+# Kernel parameters: 4,096 bytes everywhere; 32,764 from CUDA 12.1 on, on compute capability 7.0 and
+# newer. The structure has a 56-byte head and 72 bytes per field.
+HEAD_BYTES = 56
+FIELD_BYTES = 72
+SMALL_CAPACITY = (4096 - HEAD_BYTES) // FIELD_BYTES
+LARGE_CAPACITY = (32764 - HEAD_BYTES) // FIELD_BYTES
+NO_TILE = 2**32 - 1
+MOST_BLOCKS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class CudaConfig(Config):
+    """Knobs of gather.cu.
+
+    Attributes:
+        layout: "tiles", a thread block copies one tile of one field; "rows", it copies one chunk
+            of one row in every field.
+        threads: threads per block, a multiple of 32.
+        unroll: copy units in flight per thread.
+        streaming: evict-first loads and stores, for tables and outputs far beyond the L2 cache.
+    """
+
+    layout: str = "tiles"
+    threads: int = 256
+    unroll: int = 2
+    streaming: bool = False
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {sorted(LAYOUTS)}, got {self.layout!r}")
+        if self.threads not in (32, 64, 128, 256, 512, 1024):
+            raise ValueError(f"threads must be 32, 64, ... or 1024, got {self.threads!r}")
+        if self.unroll not in (1, 2, 4, 8):
+            raise ValueError(f"unroll must be 1, 2, 4 or 8, got {self.unroll!r}")
+        if not isinstance(self.streaming, bool):
+            raise ValueError(f"streaming must be true or false, got {self.streaming!r}")
+
+
+CONFIGS = [
+    CudaConfig(layout, threads, unroll, streaming)
+    for layout in LAYOUTS
+    for threads in (128, 256, 512)
+    for unroll in (1, 2, 4)
+    for streaming in (False, True)
+]
+
+
+def multiplier(divisor: int) -> tuple[int, int]:
+    """Multiplier and shift with ``n // divisor == (umulhi(n, multiplier) + n) >> shift``.
+
+    Exact for 0 <= n < 2**31 and 1 <= divisor < 2**31 (Granlund and Montgomery, "Division by
+    invariant integers using multiplication", PLDI 1994, figure 4.1).
+    """
+    shift = (divisor - 1).bit_length()
+    return (((1 << shift) - divisor) << 32) // divisor + 1, shift
+
+
+def capacity_for(fields: int, most: int) -> int:
+    """Size of the field table to compile for: few different sizes, so few compilations."""
+    return min(1 << (fields - 1).bit_length(), most)
+
+
+@dataclass(frozen=True)
+class Specialisation:
+    """The macros of one compilation of gather.cu; they are explained there."""
+
+    fields: int
+    index_dtype: torch.dtype
+    bounds: str
+    wide: bool
+    config: CudaConfig
+
+    def macros(self) -> dict[str, str]:
+        """Macro names and values."""
+        return {
+            "FIELDS": str(self.fields),
+            "SEARCH_STEP": str(1 << (self.fields - 1).bit_length() >> 1),
+            "INDEX": INDEX_TYPES[self.index_dtype],
+            "INDEX_SIGNED": str(int(self.index_dtype.is_signed)),
+            "BOUNDS": str(BOUNDS[self.bounds]),
+            "WIDE": str(int(self.wide)),
+            "LAYOUT": str(LAYOUTS[self.config.layout]),
+            "THREADS": str(self.config.threads),
+            "UNROLL": str(self.config.unroll),
+            "STREAMING": str(int(self.config.streaming)),
+        }
+
+
+def source_text() -> str:
+    """Text of the CUDA source."""
+    return (resources.files("multigather.kernels") / "gather.cu").read_text()
+
+
+class CudaBackend:
+    """See the module's docstring; the methods are those of `base.Backend`."""
+
+    name: ClassVar[str] = "cupy"
+
+    def version(self) -> str | None:
+        """Version of CuPy, None if it is not installed."""
+        for distribution in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
+            try:
+                return importlib.metadata.version(distribution)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return None
+
+    def unavailable(self) -> list[str]:
+        """See `base.Backend.unavailable`."""
+        reasons = []
+        if torch.version.hip:
+            reasons.append("it needs CUDA, and this torch is built for ROCm")
+        elif not torch.cuda.is_available():
+            reasons.append("torch sees no CUDA device")
+        if importlib.util.find_spec("cupy") is None:
+            reasons.append(
+                "CuPy is not installed (extra cuda12 or cuda13, by the driver's CUDA version)"
+            )
+        elif not reasons:
+            reasons += _import_failures()
+        return reasons
+
+    def why_not(self, request: Request) -> list[Refusal]:
+        """See `base.Backend.why_not`."""
+        if request.device.type != "cuda":
+            return [Refusal(f"it runs on CUDA devices only, not on {request.device}")]
+        return [Refusal(text) for text in self.unavailable()] + row_refusals(request)
+
+    def configs(self, request: Request) -> list[Config]:
+        """See `base.Backend.configs`."""
+        return [config for config in CONFIGS if legal(request, config)]
+
+    def config_from(self, knobs: dict[str, Any]) -> CudaConfig:
+        """See `base.Backend.config_from`."""
+        try:
+            return CudaConfig(**knobs)
+        except TypeError as error:
+            raise ValueError(f"not a config of the cupy backend: {knobs!r} ({error})") from None
+
+    def prepare(self, request: Request, config: Config, site: Site) -> KernelRunner:
+        """See `base.Backend.prepare`."""
+        assert isinstance(config, CudaConfig)
+        most = self.capacity(request.device)
+        make = functools.partial(_Launch, self, request, config, site, most)
+        return KernelRunner(request, most, make)
+
+    def capacity(self, device: torch.device) -> int:
+        """Most fields that one launch can carry on the device."""
+        return _capacity(device.index)
+
+    def load(self, specialisation: Specialisation, device: torch.device) -> int:
+        """The compiled function's handle, valid on the device."""
+        return _load(specialisation, device.index)
+
+    def launch(self, function: int, grid: int, threads: int, device: torch.device, parameters: int) -> None:
+        """Launch on torch's current stream of the device; ``parameters`` is an address."""
+        stream = torch.cuda.current_stream(device).cuda_stream
+        driver = _driver()
+        if torch.cuda.current_device() == device.index:
+            driver.launchKernel(function, grid, 1, 1, threads, 1, 1, 0, stream, parameters, 0)
+        else:
+            with torch.cuda.device(device):
+                driver.launchKernel(function, grid, 1, 1, threads, 1, 1, 0, stream, parameters, 0)
+
+
+def legal(request: Request, config: CudaConfig) -> bool:
+    """Whether a config can run a request: the rows layout needs a block per row and chunk."""
+    if config.layout == "tiles":
+        return True
+    widest = max((field.row_bytes // field.unit_bytes for field in request.fields), default=1)
+    chunks = max(1, -(-widest // (config.threads * config.unroll)))
+    return request.count * chunks <= MOST_BLOCKS
+
+
+class _Launch:
+    """One launch for a fixed count and fixed layouts; only the pointers are still open.
+
+    The structure's constant words are written once. A call borrows a copy of it: a launch reads
+    the parameters with the interpreter's lock released, so two threads must not share one.
+    """
+
+    def __init__(
+        self,
+        backend: CudaBackend,
+        request: Request,
+        config: CudaConfig,
+        site: Site,
+        most: int,
+        numbers: tuple[int, ...],
+        count: int,
+        destinations: Sequence[Destination],
+    ) -> None:
+        self._backend = backend
+        self._device = request.device
+        self._numbers = numbers
+        self._threads = config.threads
+        # One fault is recorded per field, so a field of empty rows is "copied" as one unit of size 0.
+        logs, units = [], []
+        for number in numbers:
+            field, unit = request.fields[number], copy_unit(request.fields[number], destinations[number])
+            logs.append(unit.bit_length() - 1 if field.row_bytes else 5)
+            units.append(field.row_bytes // unit if field.row_bytes else 1)
+        tile = config.threads * config.unroll
+        wide = config.layout == "tiles" and max(units) * count + tile >= 2**31
+        chunks = -(-max(units) // tile)
+        tiles = [-(-count * each // tile) for each in units]
+        self._grid = sum(tiles) if config.layout == "tiles" else count * chunks
+        if self._grid > MOST_BLOCKS:
+            raise ValueError(
+                f"{count} indices need {self._grid} thread blocks in one launch, which has at most "
+                f"{MOST_BLOCKS}; gather in several calls"
+            )
+        capacity = capacity_for(len(numbers), most)
+        self._function = backend.load(
+            Specialisation(capacity, request.index_dtype, request.bounds, wide, config),
+            request.device,
+        )
+        board = faults.board_of(request.device).address if request.bounds == "raise" else 0
+        # struct Parameters of gather.cu: pointers, head, fields.
+        self._pointers = struct.Struct(f"={1 + 2 * len(numbers)}Q")
+        body = bytearray(self._pointers.size)
+        body += bytes(16 * (capacity - len(numbers)))
+        self._stride_at = len(body)
+        body += struct.pack("=qqQQQQ", 0, count, board, site.plan, chunks, len(numbers))
+        first = 0
+        for place, number in enumerate(numbers):
+            field = request.fields[number]
+            magic, shift = multiplier(units[place]) if not wide else (0, 0)
+            body += struct.pack(
+                "=qqqqIIIII4x",
+                field.rows,
+                field.row_stride_bytes,
+                destinations[number].row_stride_bytes,
+                units[place],
+                first,
+                logs[place],
+                magic,
+                shift,
+                site.numbers[number],
+            )
+            first += tiles[place]
+        spare = struct.pack("=32xI20x", NO_TILE)
+        body += spare * (capacity - len(numbers))
+        self._template = bytes(body)
+        self._pool: list[_Parameters] = []
+
+    def __call__(
+        self,
+        indices: torch.Tensor,
+        shape: torch.Size,
+        sources: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+    ) -> None:
+        try:
+            parameters = self._pool.pop()
+        except IndexError:
+            parameters = _Parameters(self._template)
+        addresses = [indices.data_ptr()]
+        for number in self._numbers:
+            addresses += (sources[number].data_ptr(), outs[number].data_ptr())
+        self._pointers.pack_into(parameters.memory, 0, *addresses)
+        struct.pack_into("=q", parameters.memory, self._stride_at, indices.stride(0))
+        self._backend.launch(
+            self._function, self._grid, self._threads, self._device, parameters.address
+        )
+        self._pool.append(parameters)
+
+
+class _Parameters:
+    """Memory of one parameter structure and the pointer array that the driver takes."""
+
+    def __init__(self, template: bytes) -> None:
+        self.memory = (ctypes.c_char * len(template)).from_buffer(bytearray(template))
+        self._array = (ctypes.c_void_p * 1)(ctypes.addressof(self.memory))
+        self.address = ctypes.addressof(self._array)
+
+
+@functools.cache
+def _driver() -> Any:
+    from cupy.cuda import driver
+
+    return driver
+
+
+@functools.cache
+def _import_failures() -> list[str]:
+    """Import CuPy once; what it says if it cannot be used."""
+    try:
+        import cupy
+
+        cupy.cuda.runtime.driverGetVersion()
+    except Exception as error:  # a CuPy for another CUDA version fails in many ways
+        return [f"CuPy cannot be used: {type(error).__name__}: {error}"]
+    return []
+
+
+@functools.cache
+def _capacity(device: int) -> int:
+    import cupy
+
+    modern = cupy.cuda.runtime.driverGetVersion() >= 12010 and cupy.cuda.nvrtc.getVersion() >= (12, 1)
+    if modern and torch.cuda.get_device_capability(device) >= (7, 0):
+        return LARGE_CAPACITY
+    return SMALL_CAPACITY
+
+
+_loaded: dict[tuple[Specialisation, int], Any] = {}
+_loading = threading.Lock()
+
+
+def _load(specialisation: Specialisation, device: int) -> int:
+    key = (specialisation, device)
+    with _loading:
+        if key not in _loaded:
+            import cupy
+
+            options = ["-std=c++17"]
+            options += [f"-D{name}={value}" for name, value in specialisation.macros().items()]
+            with cupy.cuda.Device(device):
+                module = cupy.RawModule(code=source_text(), options=tuple(options), backend="nvrtc")
+                kernel = module.get_function("gather")
+                # The module must outlive the handle.
+                _loaded[key] = (kernel.kernel.ptr, kernel, module)
+        return _loaded[key][0]

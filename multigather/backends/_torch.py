@@ -1,0 +1,205 @@
+"""torch backend: one torch operation per buffer, on every device and for every layout.
+
+`index_select` rather than ``buf[indices]``: on a CPU it copies a row at a time, 3 to 20 times
+faster, and it checks the indices itself, so the good path needs no check of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from .. import faults
+from ..bounds import as_int64, raise_if_bad, resolve
+from ..request import Request, Site
+from .base import Config, Refusal, Runner, flat_row_stride
+
+# Types that index_select copies unchanged on every device. The others (bool, whose odd bytes must
+# survive, fp8, fp4 pairs, complex, unsigned) are copied as integers of the same size.
+PLAIN = frozenset(
+    (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    + (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+)
+SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+class TorchBackend:
+    """See the module's docstring; the methods are those of `base.Backend`."""
+
+    name: ClassVar[str] = "torch"
+
+    def version(self) -> str | None:
+        """Version of torch."""
+        return torch.__version__
+
+    def unavailable(self) -> list[str]:
+        """See `base.Backend.unavailable`."""
+        return []
+
+    def why_not(self, request: Request) -> list[Refusal]:
+        """See `base.Backend.why_not`."""
+        if request.host_memory:
+            return [Refusal("torch cannot read buffers in host memory with indices on a GPU")]
+        return []
+
+    def configs(self, request: Request) -> list[Config]:
+        """See `base.Backend.configs`."""
+        return [Config()]
+
+    def config_from(self, knobs: dict[str, Any]) -> Config:
+        """See `base.Backend.config_from`."""
+        if knobs:
+            raise ValueError(f"the torch backend has no knobs, got {knobs!r}")
+        return Config()
+
+    def prepare(self, request: Request, config: Config, site: Site) -> Runner:
+        """See `base.Backend.prepare`."""
+        return _Runner(request, site)
+
+
+class _Runner:
+    def __init__(self, request: Request, site: Site) -> None:
+        self._request = request
+        self._site = site
+        self._views = [
+            None if field.dtype in PLAIN else SAME_SIZE[field.dtype.itemsize]
+            for field in request.fields
+        ]
+        # index_select checks no index where there is nothing to copy.
+        self._empty_rows = any(not field.row_bytes for field in request.fields)
+        self._on_cpu = request.device.type in ("cpu", "meta")
+        self._check_first = False
+
+    def __call__(
+        self,
+        indices: torch.Tensor,
+        shape: torch.Size,
+        sources: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor] | None,
+    ) -> list[torch.Tensor]:
+        """See `base.Runner`."""
+        plain = indices if indices.dtype in (torch.int64, torch.int32) else as_int64(indices)
+        if outs is not None or self._empty_rows or self._check_first or not self._on_cpu:
+            return self._checked(indices, plain, shape, sources, outs)
+        try:
+            return [
+                self._select(number, source, plain, shape, None)
+                for number, source in enumerate(sources)
+            ]
+        except (IndexError, RuntimeError):
+            # Negative or bad indices; an error of another kind comes again, from the checked path.
+            results = self._checked(indices, plain, shape, sources, None)
+        # A caller who uses negative indices once will again: the failed attempt costs more than a
+        # look at the indices.
+        self._check_first = True
+        return results
+
+    def _checked(
+        self,
+        original: torch.Tensor,
+        indices: torch.Tensor,
+        shape: torch.Size,
+        sources: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor] | None,
+    ) -> list[torch.Tensor]:
+        """Resolve the indices first, so that nothing is written if a CPU call must raise."""
+        request = self._request
+        wide = indices.to(torch.int64)
+        resolved: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        # Only CUDA devices have a fault board; elsewhere the call itself raises.
+        at_once = request.bounds == "raise" and request.device.type not in ("cuda", "meta")
+        if at_once:
+            raise_if_bad(original, shape, request, self._site)
+        for field in request.fields:
+            if field.rows in resolved:
+                continue
+            resolved[field.rows] = resolve(wide, field.rows, request.bounds)
+        results = []
+        for number, (field, source) in enumerate(zip(request.fields, sources, strict=True)):
+            rows, bad = resolved[field.rows]
+            out = None if outs is None else outs[number]
+            if field.rows == 0:
+                # Only fill reaches this with any index: a row of zeros for each.
+                result = out if out is not None else self._empty(number, shape)
+                results.append(result.zero_())
+                continue
+            result = self._select(number, source, rows, shape, out)
+            if bad is not None and not at_once:
+                if request.bounds == "raise" and request.device.type == "cuda":
+                    self._report(number, original, bad)
+                self._zero(number, result, bad)
+            results.append(result)
+        return results
+
+    def _empty(self, number: int, shape: torch.Size) -> torch.Tensor:
+        field = self._request.fields[number]
+        return torch.empty(
+            (*shape, *field.row_shape), dtype=field.dtype, device=self._request.device
+        )
+
+    def _select(
+        self,
+        number: int,
+        source: torch.Tensor,
+        rows: torch.Tensor,
+        shape: torch.Size,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        view = self._views[number]
+        if view is not None:
+            source = source.view(view)
+        if out is None:
+            result = source.index_select(0, rows)
+            if view is not None:
+                result = result.view(self._request.fields[number].dtype)
+            if len(shape) != 1:
+                result = result.view((*shape, *source.shape[1:]))
+            return result
+        torch.index_select(source, 0, rows, out=self._flat(number, out, len(rows)))
+        return out
+
+    def _flat(self, number: int, out: torch.Tensor, count: int) -> torch.Tensor:
+        """The output as one dimension of rows, in the type it is copied as."""
+        field = self._request.fields[number]
+        out = out.detach()
+        if self._views[number] is not None:
+            out = out.view(self._views[number])
+        leading = out.dim() - len(field.row_shape)
+        if leading == 1:
+            return out
+        stride = flat_row_stride(out, leading)
+        return out.as_strided((count, *field.row_shape), (stride or 1, *out.stride()[leading:]))
+
+    def _zero(self, number: int, result: torch.Tensor, bad: torch.Tensor) -> None:
+        """Zero the marked rows, as bytes."""
+        flat = self._flat(number, result, len(bad))
+        flat.masked_fill_(bad.view(-1, *[1] * (flat.dim() - 1)), 0)
+
+    def _report(self, number: int, original: torch.Tensor, bad: torch.Tensor) -> None:
+        """Append one record for this buffer to the device's fault board, without a sync.
+
+        The record layout and the ticket protocol are those of `faults`; further bad indices of the
+        same buffer are counted in the record's last word.
+        """
+        field = self._request.fields[number]
+        board = faults.board_of(self._request.device)
+        words = board.device_words
+        count = bad.sum()
+        position = bad.to(torch.uint8).argmax()
+        if original.dtype == torch.uint64:
+            original = original.view(torch.int64)
+        value = original.gather(0, position.view(1)).to(torch.int64).view(())
+        ticket, taken = words[0].clone(), words[1]
+        unsigned = self._request.index_dtype == torch.uint64
+        constants = (self._site.plan, self._site.numbers[number], field.rows, int(unsigned))
+        plan, buffer, rows, is_unsigned = (torch.full_like(ticket, each) for each in constants)
+        record = torch.stack(
+            [ticket + 1, plan, position, value, buffer, rows, is_unsigned, count - 1]
+        )
+        ring = words.view(-1, faults.WORDS)
+        slot = (1 + ticket % faults.RING).view(1)
+        free = (count > 0) & (ticket - taken < faults.RING)
+        ring.index_copy_(0, slot, torch.where(free, record, ring.index_select(0, slot)))
+        words.index_add_(0, torch.zeros_like(slot), (count > 0).to(torch.int64).view(1))

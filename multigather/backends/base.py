@@ -1,0 +1,214 @@
+"""What every backend offers, and the pieces that the two kernel backends share."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from ..request import Field, Request, Site, power_of_two_divisor
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a backend cannot run a request; ``field`` is set where one buffer is the cause."""
+
+    text: str
+    field: int | None = None
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a backend runs a gather; subclasses add the knobs."""
+
+    def describe(self) -> str:
+        """The knobs as ``name=value``, in order."""
+        return ", ".join(f"{name}={value}" for name, value in asdict(self).items()) or "default"
+
+
+class Runner(Protocol):
+    """A gather made ready for one layout of buffers."""
+
+    def __call__(
+        self,
+        indices: torch.Tensor,
+        shape: torch.Size,
+        sources: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor] | None,
+    ) -> list[torch.Tensor]:
+        """Gather.
+
+        Args:
+            indices: 1-d, any stride, on the request's device.
+            shape: the caller's shape of ``indices``.
+            sources: buffers laid out as the request's fields say.
+            outs: tensors to write, or None to make them.
+        """
+        ...
+
+
+class Backend(Protocol):
+    """One way to run a gather."""
+
+    name: ClassVar[str]
+
+    def unavailable(self) -> list[str]:
+        """Reasons why this machine cannot use the backend at all; empty if it can."""
+        ...
+
+    def version(self) -> str | None:
+        """Version of the library behind the backend, None if it is not installed."""
+        ...
+
+    def why_not(self, request: Request) -> list[Refusal]:
+        """Reasons why the request cannot be run; empty if it can."""
+        ...
+
+    def configs(self, request: Request) -> list[Config]:
+        """The legal configs for the request, a non-empty list."""
+        ...
+
+    def config_from(self, knobs: dict[str, Any]) -> Config:
+        """The config with these knobs. Raises `ValueError` if a knob is unknown or illegal."""
+        ...
+
+    def prepare(self, request: Request, config: Config, site: Site) -> Runner:
+        """A runner for a request that `why_not` accepts."""
+        ...
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Layout of one output, flattened to rows.
+
+    Attributes:
+        row_stride_bytes: bytes from one row to the next.
+        alignment: largest power of two, at most 16, that divides the address.
+    """
+
+    row_stride_bytes: int
+    alignment: int
+
+
+def flat_row_stride(tensor: torch.Tensor, leading: int) -> int | None:
+    """Elements from row to row when the first ``leading`` dimensions are flattened into rows.
+
+    Returns None if one stride cannot describe them, 0 if there are fewer than two rows.
+    """
+    stride = expected = 0
+    for size, step in zip(
+        reversed(tensor.shape[:leading]), reversed(tensor.stride()[:leading]), strict=True
+    ):
+        if size == 1:
+            continue
+        if not stride:
+            stride = step
+        elif step != expected:
+            return None
+        expected = step * size
+    return stride
+
+
+def empty_outputs(request: Request, shape: torch.Size) -> list[torch.Tensor]:
+    """New contiguous outputs for indices of this shape."""
+    return [
+        torch.empty((*shape, *field.row_shape), dtype=field.dtype, device=request.device)
+        for field in request.fields
+    ]
+
+
+def row_refusals(request: Request) -> list[Refusal]:
+    """A refusal for each buffer whose rows a kernel cannot copy as runs of bytes."""
+    return [
+        Refusal(
+            f"rows of shape {list(field.row_shape)} are not contiguous in memory; call .contiguous()",
+            number,
+        )
+        for number, field in enumerate(request.fields)
+        if not field.contiguous_rows
+    ]
+
+
+class KernelRunner:
+    """Shared host side of the kernel backends: launches prepared per count and output layout.
+
+    A launch is everything but the pointers: which function, which grid, which strides. It depends
+    on the number of indices, so launches are kept per count, the most recent `KEPT` of them.
+
+    Args:
+        request: the gather.
+        capacity: most fields that one launch can carry.
+        make: builds the launch of some fields; called with their numbers, the count and the
+            destinations, returns a callable that takes what a runner takes, ``outs`` never None.
+    """
+
+    KEPT = 64
+
+    def __init__(
+        self,
+        request: Request,
+        capacity: int,
+        make: Callable[[tuple[int, ...], int, Sequence[Destination]], Callable[..., None]],
+    ) -> None:
+        self.request = request
+        self.groups = balanced_groups(len(request.fields), capacity)
+        self._make = make
+        self._launches: dict[tuple[Any, ...], list[Callable[..., None]]] = {}
+        self._lock = threading.Lock()
+        self._fresh = [Destination(field.row_bytes, 16) for field in request.fields]
+
+    def __call__(
+        self,
+        indices: torch.Tensor,
+        shape: torch.Size,
+        sources: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor] | None,
+    ) -> list[torch.Tensor]:
+        """See `Runner`."""
+        count = indices.shape[0]
+        destinations = self._fresh
+        key: tuple[Any, ...] = (count,)
+        if outs is None:
+            outs = empty_outputs(self.request, shape)
+        else:
+            destinations = [
+                Destination(
+                    (flat_row_stride(out, len(shape)) or 0) * out.element_size(),
+                    power_of_two_divisor(out.data_ptr()),
+                )
+                for out in outs
+            ]
+            key = (count, *destinations)
+        if count:
+            for launch in self._launches.get(key) or self._add(key, count, destinations):
+                launch(indices, shape, sources, outs)
+        return list(outs)
+
+    def _add(
+        self, key: tuple[Any, ...], count: int, destinations: Sequence[Destination]
+    ) -> list[Callable[..., None]]:
+        launches = [self._make(group, count, destinations) for group in self.groups]
+        with self._lock:
+            if len(self._launches) >= self.KEPT:
+                self._launches.pop(next(iter(self._launches)))
+            self._launches[key] = launches
+        return launches
+
+
+def balanced_groups(fields: int, capacity: int) -> list[tuple[int, ...]]:
+    """Field numbers split into the fewest groups of at most ``capacity``, of nearly equal size."""
+    groups = max(1, -(-fields // capacity))
+    bounds = [fields * group // groups for group in range(groups + 1)]
+    return [tuple(range(a, b)) for a, b in itertools.pairwise(bounds)]
+
+
+def copy_unit(field: Field, destination: Destination) -> int:
+    """Bytes of the widest unit that a field can be copied in to this destination."""
+    return power_of_two_divisor(
+        field.unit_bytes, destination.row_stride_bytes, destination.alignment
+    )
+

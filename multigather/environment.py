@@ -1,0 +1,49 @@
+"""What this machine has: the devices, and the software that every backend runs on."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+import multigather
+
+
+def facts() -> dict[str, str]:
+    """Describe the machine, one line of text per subject, in the order to print them."""
+    return {
+        "multigather": multigather.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "driver": _driver(),
+        "gpu": _gpus(),
+        "cpu": f"{_cpu()}, {torch.get_num_threads()} threads",
+    }
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "no NVIDIA driver"
+    return (answer.stdout.splitlines() or ["no NVIDIA driver"])[0]
+
+
+def _gpus() -> str:
+    if not torch.cuda.is_available():
+        return "none that torch can use"
+    return ", ".join(
+        f"{torch.cuda.get_device_name(i)} (cuda:{i})" for i in range(torch.cuda.device_count())
+    )
+
+
+def _cpu() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

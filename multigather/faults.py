@@ -1,0 +1,185 @@
+"""Bad indices met by kernels: written on the GPU, read by the host without a synchronisation.
+
+Every GPU has one *board*, a few KiB of pinned host memory that its kernels write to directly. A
+kernel that meets a bad index takes a ticket (an atomic add on word 0) and, if the ring has a free
+slot, writes one record. The host compares word 0 with the number of tickets it has taken, which
+costs one memory read per call, and raises when they differ. Tickets are never reset, so neither
+side can lose an update of the other; the ring keeps the earliest faults, the count all of them.
+
+Layout, in 64-bit words (the numbers stand also in kernels/gather.cu and kernels/gather_triton.py):
+word 0 tickets handed out; word 1 tickets taken by the host; records of 8 words from word 8 on:
+``[ticket + 1, plan, position, value, buffer, rows, value is unsigned, further faults]``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+import time
+import weakref
+from typing import Any
+
+import torch
+
+from .errors import bad_index_message
+
+RING = 64
+WORDS = 8
+
+# A record follows its ticket within microseconds, if the ring had a free slot when it was taken.
+# A ticket that stays without one for this long was handed out while the ring was full.
+RECORD_SECONDS = 1.0
+
+# Labels of the buffers of each plan, for as long as the plan lives.
+plans: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+_boards: dict[torch.device, Board] = {}
+_boards_lock = threading.Lock()
+
+# Whether a bad index raises at the call that has it; read once, since a look at the environment
+# costs as much as the rest of a call's checks.
+synchronous = os.environ.get("MULTIGATHER_SYNC", "0") not in ("", "0")
+
+
+class Board:
+    """Fault records of one device.
+
+    Attributes:
+        memory: int64 tensor, the words themselves; its address is valid on host and device.
+        words: the same memory as unsigned 64-bit words.
+        taken: number of tickets that the host has reported.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        size = WORDS * (1 + RING)
+        self.memory = torch.zeros(size, dtype=torch.int64, pin_memory=device.type != "cpu")
+        self.address = self.memory.data_ptr()
+        raw = (ctypes.c_uint64 * size).from_address(self.address)
+        self.words = memoryview(raw).cast("B").cast("Q")
+        self.taken = 0
+        self._first_seen: float | None = None
+        self._lock = threading.Lock()
+
+    @functools.cached_property
+    def device_words(self) -> torch.Tensor:
+        """The words as a tensor of the device, for torch operations on it."""
+        return torch.as_tensor(_DeviceArray(self.address, self.memory.numel()), device=self.device)
+
+    def take(self, shape: tuple[int, ...] | None = None) -> IndexError | None:
+        """The error for every fault not reported yet, or None; each fault is reported once.
+
+        ``shape`` is that of the indices where only one call can have met the faults.
+        """
+        with self._lock:
+            tickets = self.words[0] - self.taken
+            if not tickets:
+                return None
+            records = []
+            for ticket in range(self.taken, self.taken + min(tickets, RING)):
+                start = WORDS * (1 + ticket % RING)
+                if self.words[start] == ticket + 1:
+                    records.append(tuple(self.words[start : start + WORDS]))
+            complete = len(records) == min(tickets, RING)
+            if not complete:
+                now = time.monotonic()
+                self._first_seen = self._first_seen or now
+                if now - self._first_seen < RECORD_SECONDS:
+                    return None
+            self._first_seen = None
+            self.taken += tickets
+            self.words[1] = self.taken
+        return self._error(records, tickets + sum(record[7] for record in records), shape)
+
+    def _error(
+        self, records: list[tuple[int, ...]], count: int, shape: tuple[int, ...] | None
+    ) -> IndexError:
+        if not records:
+            return IndexError(f"{count} bad indices on {self.device}; the first ones' details are lost")
+        # The lowest ticket's call is the first; within it, tickets come in no particular order.
+        plan = records[0][1]
+        record = min((r for r in records if r[1] == plan), key=lambda r: (r[2], r[4]))
+        value = record[3] if record[6] or record[3] < 2**63 else record[3] - 2**64
+        owner = plans.get(plan)
+        label = owner.labels[record[4]] if owner is not None else f"buffer {record[4]}"
+        text = bad_index_message(
+            position=record[2], value=value, label=label, rows=record[5], shape=shape
+        )
+        if shape is not None:
+            return IndexError(text)
+        more = f"; {count - 1} more bad (index, buffer) pairs were met before this report"
+        return IndexError(
+            f"{text}. It was met on {self.device} by an earlier gather, which zero-filled the row"
+            f"{more if count > 1 else ''}. Set MULTIGATHER_SYNC=1 to raise at the call itself"
+        )
+
+
+class _DeviceArray:
+    """Mapped host memory, described so that torch takes it as memory of a CUDA device."""
+
+    def __init__(self, address: int, words: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (words,),
+            "typestr": "<i8",
+            "version": 3,
+        }
+
+
+def board_of(device: torch.device) -> Board:
+    """The board of a device, made at first use."""
+    try:
+        return _boards[device]
+    except KeyError:
+        with _boards_lock:
+            if device not in _boards:
+                _boards[device] = Board(device)
+            return _boards[device]
+
+
+def raise_pending(device: torch.device) -> None:
+    """Raise `IndexError` if a fault of the device has arrived and was not reported yet.
+
+    Does not synchronise: a fault of a kernel that still runs is left for a later call.
+    """
+    board = _boards.get(device)
+    if board is not None and board.words[0] != board.taken:
+        error = board.take()
+        if error is not None:
+            raise error
+
+
+def check(device: torch.device | str | int | None = None) -> None:
+    """Wait for the GPU's queued work, then raise if an earlier call met a bad index.
+
+    Args:
+        device: a CUDA device, its number or its name; None checks every device that was used.
+
+    Raises:
+        IndexError: names position, value, buffer and row count of the first bad index that no
+            earlier call has reported, and how many there were.
+        RuntimeError: while a CUDA graph is being captured, when nothing may be waited for.
+        ValueError: ``device`` is neither a CUDA device nor "cpu".
+    """
+    if device is None:
+        devices = list(_boards)
+    else:
+        wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        if wanted.type not in ("cuda", "cpu"):
+            raise ValueError(f"device must be a CUDA device or None, got {device!r}")
+        if wanted.type == "cuda" and wanted.index is None:
+            wanted = torch.device("cuda", torch.cuda.current_device())
+        devices = [wanted] if wanted in _boards else []
+    for wanted in devices:
+        if wanted.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "check() waits for the GPU, which is not possible while a CUDA graph is being "
+                    "captured; call it after the capture or after a replay"
+                )
+            torch.cuda.synchronize(wanted)
+        raise_pending(wanted)
+
+

@@ -1,0 +1,112 @@
+"""Checks of ``out=``: everything that could go wrong is refused before a byte is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .backends.base import flat_row_stride
+from .request import Request, has_contiguous_rows
+
+
+def check_outputs(
+    outs: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    request: Request,
+    labels: tuple[str, ...],
+) -> None:
+    """Refuse outputs that do not fit or that share memory with an input or with one another.
+
+    Raises:
+        TypeError: an output is not a strided tensor.
+        ValueError: names the output, what it is, what it must be and what to do.
+    """
+    for out, field, label in zip(outs, request.fields, labels, strict=True):
+        name = label.replace("bufs", "out", 1)
+        if not isinstance(out, torch.Tensor) or out.layout is not torch.strided:
+            raise TypeError(f"{name} must be a strided torch.Tensor, got {type(out).__name__}")
+        shape = (*indices.shape, *field.row_shape)
+        if tuple(out.shape) != shape:
+            raise ValueError(
+                f"{name} has shape {list(out.shape)}, the output for {label} has shape "
+                f"{list(shape)}; outputs are never resized"
+            )
+        if out.dtype != field.dtype:
+            raise ValueError(f"{name} has dtype {out.dtype}, {label} has {field.dtype}")
+        if out.device != request.device:
+            raise ValueError(
+                f"{name} is on {out.device}, the gather runs on {request.device}; move it there"
+            )
+        if out.is_conj() or out.is_neg():
+            raise ValueError(
+                f"{name} has a lazy conjugate or negative bit; pass .resolve_conj().resolve_neg()"
+            )
+        if out.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires grad and cannot be written in place; detach it")
+        leading = indices.dim()
+        stride = flat_row_stride(out, leading)
+        if not has_contiguous_rows((1, *field.row_shape), (0, *out.stride()[leading:])):
+            raise ValueError(
+                f"{name} has rows that are not contiguous (strides {out.stride()}); pass a "
+                "contiguous tensor or a slice of whole rows"
+            )
+        if stride is None:
+            raise ValueError(
+                f"{name} has strides {out.stride()}, which one row stride cannot describe; pass a "
+                "tensor whose index dimensions can be flattened"
+            )
+        if out.numel() and indices.numel() > 1 and stride * out.element_size() < field.row_bytes:
+            raise ValueError(
+                f"{name} has rows that overlap one another (strides {out.stride()}); pass a tensor "
+                "with memory of its own for each row"
+            )
+    written = [(out, label.replace("bufs", "out", 1)) for out, label in zip(outs, labels, strict=True)]
+    read = [(indices, "indices"), *zip(sources, labels, strict=True)]
+    for number, (out, name) in enumerate(written):
+        for other, other_name in [*read, *written[:number]]:
+            if share_memory(out, other):
+                raise ValueError(
+                    f"{name} shares memory with {other_name}; pass a tensor with memory of its own"
+                )
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte address of a tensor's elements and the one past the last."""
+    start = tensor.data_ptr()
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors may have a byte in common.
+
+    Exact for tensors whose rows are runs of bytes with the same distance, such as columns of one
+    table; for other interleaved tensors the answer may be yes without a common byte.
+    """
+    if not a.numel() or not b.numel() or a.device != b.device:
+        return False
+    (a_start, a_end), (b_start, b_end) = extent(a), extent(b)
+    if a_end <= b_start or b_end <= a_start:
+        return False
+    a_run, b_run = _run_of(a), _run_of(b)
+    if a_run is None or b_run is None or a_run[1] != b_run[1] or not a_run[1]:
+        return True
+    distance = a_run[1]
+    offset = (b_start - a_start) % distance
+    return offset < a_run[0] or offset + b_run[0] > distance
+
+
+def _run_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Bytes of one row and from row to row, if the tensor is rows of contiguous bytes."""
+    for leading in range(tensor.dim() + 1):
+        stride = flat_row_stride(tensor, leading)
+        shape, steps = tuple(tensor.shape[leading:]), tensor.stride()[leading:]
+        if stride is not None and has_contiguous_rows((1, *shape), (0, *steps)):
+            size = tensor.element_size()
+            run = size
+            for each in shape:
+                run *= each
+            return run, stride * size
+    return None

@@ -1,0 +1,141 @@
+"""What one gather asks for, as frozen facts that dispatch and backends decide by."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+BOUNDS = ("raise", "fill", "clip", "unchecked")
+
+INDEX_DTYPES = (
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
+
+
+@dataclass(frozen=True)
+class Field:
+    """Layout of one buffer: how its rows lie in memory.
+
+    Attributes:
+        dtype: element type.
+        rows: size of the first dimension.
+        row_shape: the other sizes.
+        row_bytes: bytes of one row's elements.
+        row_stride_bytes: bytes from a row to the next; 0 for an expanded buffer.
+        contiguous_rows: whether the elements of a row are adjacent and in order.
+        alignment: largest power of two, at most 16, that divides the base address.
+    """
+
+    dtype: torch.dtype
+    rows: int
+    row_shape: tuple[int, ...]
+    row_bytes: int
+    row_stride_bytes: int
+    contiguous_rows: bool
+    alignment: int
+
+    @cached_property
+    def unit_bytes(self) -> int:
+        """Widest copy unit, 1 to 16 bytes, that address, row stride and row size allow."""
+        return power_of_two_divisor(self.alignment, self.row_stride_bytes, self.row_bytes)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One gather: ``tuple(field[indices] for field in fields)``.
+
+    Attributes:
+        device: where the gather runs and its outputs are.
+        host_memory: whether the buffers lie in pinned host memory that a GPU reads in place.
+        index_dtype: one of `INDEX_DTYPES`.
+        count: number of indices.
+        bounds: one of `BOUNDS`.
+        fields: the buffers, in order.
+    """
+
+    device: torch.device
+    host_memory: bool
+    index_dtype: torch.dtype
+    count: int
+    bounds: str
+    fields: tuple[Field, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that one index gathers from all fields together."""
+        return sum(field.row_bytes for field in self.fields)
+
+    def subset(self, numbers: tuple[int, ...]) -> Request:
+        """The same request for the fields with these numbers only."""
+        return dataclasses.replace(self, fields=tuple(self.fields[number] for number in numbers))
+
+    def with_count(self, count: int) -> Request:
+        """The same request for another number of indices."""
+        return dataclasses.replace(self, count=count)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Whom a bad index is reported for.
+
+    Attributes:
+        plan: number that stands in fault records and leads back to ``labels``.
+        numbers: for each field of the request, the place of its label.
+        labels: names of all buffers of the call, such as ``bufs[2]`` or ``bufs[0]['obs']``.
+    """
+
+    plan: int
+    numbers: tuple[int, ...]
+    labels: tuple[str, ...]
+
+    def label(self, field: int) -> str:
+        """Name of a field's buffer."""
+        return self.labels[self.numbers[field]]
+
+
+def power_of_two_divisor(*values: int) -> int:
+    """Largest power of two, at most 16, that divides every value (0 is divided by all)."""
+    bits = 16
+    for value in values:
+        bits |= value
+    return bits & -bits
+
+
+def has_contiguous_rows(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether each row of a tensor of this shape and stride is contiguous in memory."""
+    if 0 in shape[1:]:
+        return True
+    expected = 1
+    for size, step in zip(reversed(shape[1:]), reversed(stride[1:]), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def field_of(buffer: torch.Tensor) -> Field:
+    """Facts of one buffer (at least 1-d, strided, without a lazy conjugate or negative bit)."""
+    shape, stride = tuple(buffer.shape), buffer.stride()
+    row_bytes = buffer.element_size()
+    for size in shape[1:]:
+        row_bytes *= size
+    return Field(
+        dtype=buffer.dtype,
+        rows=shape[0],
+        row_shape=shape[1:],
+        row_bytes=row_bytes,
+        # With one row the stride is never used, and torch leaves odd values there.
+        row_stride_bytes=stride[0] * buffer.element_size() if shape[0] > 1 else 0,
+        contiguous_rows=has_contiguous_rows(shape, stride),
+        alignment=power_of_two_divisor(buffer.data_ptr()),
+    )

@@ -1,0 +1,100 @@
+"""Where a behaviour is tested: every backend on a CPU, and on the GPU if there is one.
+
+Without a GPU the Triton kernel runs in Triton's interpreter and the CUDA C kernel as C++ on the
+CPU (cuda_host). With a GPU, ``pytest -m gpu`` runs the same tests on the three real backends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+HAVE_GPU = torch.cuda.is_available()
+# Triton decides when a kernel is imported, for the whole process.
+if not HAVE_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+
+from multigather import api, dispatch
+
+
+@dataclass(frozen=True)
+class Target:
+    """One backend on one device.
+
+    Attributes:
+        name: for test ids.
+        device: device of the buffers.
+        backend: value for ``backend=``.
+    """
+
+    name: str
+    device: str
+    backend: str
+
+
+CPU_TARGETS = [
+    Target("torch-cpu", "cpu", "torch"),
+    Target("triton-interpreter", "cpu", "triton"),
+    Target("cuda-source-on-cpu", "cpu", "cupy"),
+]
+GPU_TARGETS = [
+    Target("torch-gpu", "cuda", "torch"),
+    Target("triton-gpu", "cuda", "triton"),
+    Target("cupy-gpu", "cuda", "cupy"),
+]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give every test that asks for a target one run per target."""
+    if "target" in metafunc.fixturenames:
+        parameters = [pytest.param(target, id=target.name) for target in CPU_TARGETS]
+        parameters += [
+            pytest.param(target, id=target.name, marks=pytest.mark.gpu) for target in GPU_TARGETS
+        ]
+        metafunc.parametrize("target", parameters, indirect=True)
+
+
+@pytest.fixture
+def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+    """A target that works here; otherwise the test is skipped with the backend's own reason."""
+    chosen: Target = request.param
+    if chosen.device == "cuda" and not HAVE_GPU:
+        pytest.skip("torch sees no CUDA device")
+    if chosen.name == "triton-interpreter" and HAVE_GPU:
+        pytest.skip("Triton's interpreter and its compiler cannot share a process")
+    backends = dispatch.BACKENDS
+    if chosen.name == "cuda-source-on-cpu":
+        from cuda_host import HostCudaBackend
+
+        dispatch.BACKENDS = (HostCudaBackend(), *backends[1:])
+        api._executables.clear()
+    by_name = {backend.name: backend for backend in dispatch.BACKENDS}
+    reasons = by_name[chosen.backend].unavailable()
+    try:
+        if reasons:
+            pytest.skip(f"{chosen.backend}: {'; '.join(reasons)}")
+        yield chosen
+    finally:
+        if dispatch.BACKENDS is not backends:
+            dispatch.BACKENDS = backends
+            api._executables.clear()
+
+
+@pytest.fixture(autouse=True)
+def no_pending_faults() -> Iterator[None]:
+    """No test leaves a fault that the next one would raise."""
+    yield
+    if HAVE_GPU:
+        from multigather import faults
+
+        torch.cuda.synchronize()
+        for device in list(faults._boards):
+            faults.board_of(device).take()

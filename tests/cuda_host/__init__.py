@@ -1,0 +1,128 @@
+"""The CUDA C kernel on a CPU: compiled as C++ behind a shim, driven by the real host code.
+
+`HostCudaBackend` is the CUDA backend with its last two steps replaced: `load` builds a shared
+library with g++ in place of NVRTC, `launch` calls it in place of the driver. Everything before,
+from field descriptions to the packed parameter structure, is the code that ships.
+
+With ``MULTIGATHER_HOST_SANITIZE=1`` the library is built with the address and undefined-behaviour
+sanitizers; the process must then run with libasan preloaded (see test_sanitizers.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from multigather import faults
+from multigather.backends._cupy import (
+    FIELD_BYTES,
+    HEAD_BYTES,
+    SMALL_CAPACITY,
+    CudaBackend,
+    Specialisation,
+)
+from multigather.backends.base import Config, KernelRunner, Refusal, Runner, row_refusals
+from multigather.bounds import raise_if_bad
+from multigather.request import Request, Site
+
+HERE = Path(__file__).parent
+SANITIZE = os.environ.get("MULTIGATHER_HOST_SANITIZE", "0") == "1"
+FLAGS = ["-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-O1", "-g", "-Wall", "-Werror"]
+FLAGS += ["-Wno-unknown-pragmas"]
+if SANITIZE:
+    FLAGS += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+
+
+def compiler() -> str | None:
+    """Path of g++, None if there is none."""
+    return shutil.which("g++")
+
+
+@functools.cache
+def library(specialisation: Specialisation) -> ctypes.CDLL:
+    """The kernel, built for these macros; builds are kept in the checkout's build folder."""
+    source = resources.files("multigather.kernels") / "gather.cu"
+    macros = [f"-D{name}={value}" for name, value in specialisation.macros().items()]
+    with resources.as_file(source) as path:
+        command = [str(compiler()), *FLAGS, *macros, f"-I{HERE}", f"-I{path.parent}"]
+        texts = [each.read_text() for each in (path, HERE / "shim.h", HERE / "run.cpp")]
+        digest = hashlib.sha256("\0".join([*command[1:], *texts]).encode()).hexdigest()[:24]
+        target = HERE.parent.parent / "build" / "cuda_host" / f"{digest}.so"
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = target.with_suffix(f".{os.getpid()}")
+            subprocess.run(
+                [*command, str(HERE / "run.cpp"), "-o", str(unfinished)],
+                check=True, capture_output=True, text=True,
+            )  # fmt: skip
+            unfinished.replace(target)
+    loaded = ctypes.CDLL(str(target))
+    loaded.parameters_size.restype = ctypes.c_size_t
+    packed = HEAD_BYTES + FIELD_BYTES * specialisation.fields
+    assert loaded.parameters_size() == packed, "the host packs another structure than gather.cu has"
+    return loaded
+
+
+class HostCudaBackend(CudaBackend):
+    """The CUDA backend for CPU tensors."""
+
+    name: ClassVar[str] = "cupy"
+
+    def __init__(self, most_fields: int = SMALL_CAPACITY) -> None:
+        self.most_fields = most_fields
+        self.launches = 0
+
+    def unavailable(self) -> list[str]:
+        """Only a C++ compiler is needed."""
+        return [] if compiler() else ["g++ is not installed"]
+
+    def why_not(self, request: Request) -> list[Refusal]:
+        """As the CUDA backend, for CPU tensors."""
+        return [Refusal(text) for text in self.unavailable()] + row_refusals(request)
+
+    def capacity(self, device: torch.device) -> int:
+        """As many fields as the test wants in one launch."""
+        return self.most_fields
+
+    def load(self, specialisation: Specialisation, device: torch.device) -> Any:
+        """The library's function."""
+        return library(specialisation).run
+
+    def launch(
+        self, function: Any, grid: int, threads: int, device: torch.device, parameters: int
+    ) -> None:
+        """Run all blocks now."""
+        self.launches += 1
+        function(ctypes.c_uint(grid), ctypes.c_uint(threads), ctypes.c_void_p(parameters))
+
+    def prepare(self, request: Request, config: Config, site: Site) -> Runner:
+        """As the CUDA backend; a CPU call raises at once, as the contract says."""
+        runner = super().prepare(request, config, site)
+        return functools.partial(self._run, runner, site)
+
+    def _run(
+        self,
+        runner: KernelRunner,
+        site: Site,
+        indices: torch.Tensor,
+        shape: torch.Size,
+        sources: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor] | None,
+    ) -> list[torch.Tensor]:
+        if outs is not None and runner.request.bounds == "raise":
+            raise_if_bad(indices, shape, runner.request, site)
+        results = runner(indices, shape, sources, outs)
+        error = faults.board_of(runner.request.device).take(tuple(shape))
+        if error is not None:
+            raise error
+        return results

@@ -1,0 +1,114 @@
+"""Importing multigather is light: nothing optional, no GPU, no file; checked in fresh processes."""
+
+import json
+import os
+import subprocess
+import sys
+
+# Makes packages absent: neither importlib nor importlib.metadata finds them any more.
+HIDE = """
+import importlib.machinery, sys
+
+def hide(*hidden):
+    class Hiding(importlib.machinery.PathFinder):
+        @classmethod
+        def find_spec(cls, name, path=None, target=None):
+            if name.partition(".")[0] in hidden:
+                return None
+            return super().find_spec(name, path, target)
+
+        @staticmethod
+        def find_distributions(context):
+            if context.name and context.name.startswith(hidden):
+                return iter(())
+            return importlib.machinery.PathFinder.find_distributions(context)
+
+    finders = sys.meta_path
+    finders[:] = [Hiding if f is importlib.machinery.PathFinder else f for f in finders]
+"""
+
+
+def run_fresh(script, folder):
+    """Run a script that prints JSON in a new process in an empty folder; return what it printed."""
+    environment = {
+        **os.environ,
+        "HOME": str(folder),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "TMPDIR": str(folder),
+        "TRITON_INTERPRET": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_import_loads_nothing_optional(tmp_path):
+    loaded = run_fresh(
+        """
+import json, sys
+import torch
+before = set(sys.modules)
+import multigather
+print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - before})))
+""",
+        tmp_path,
+    )
+    assert "multigather" in loaded
+    optional = {
+        "cupy", "cupy_backends", "triton", "typer", "rich", "click", "pydantic",
+        "platformdirs", "filelock", "gymnasium", "kernels", "tuning_cache",
+    }  # fmt: skip
+    assert not optional & set(loaded)
+
+
+def test_import_touches_no_gpu_and_creates_no_file(tmp_path):
+    initialised = run_fresh(
+        "import json, multigather, torch; print(json.dumps(torch.cuda.is_initialized()))", tmp_path
+    )
+    assert initialised is False
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_cpu_gather_without_triton_and_cupy(tmp_path):
+    found = run_fresh(
+        HIDE
+        + """
+hide("triton", "cupy")
+import json
+import torch
+import multigather as mg
+buffers = torch.arange(12.0).reshape(4, 3), torch.tensor([True, False, False, True])
+rows = mg.gather(torch.tensor([3, 0, -2]), *buffers)
+print(json.dumps({
+    "rows": [row.tolist() for row in rows],
+    "backends": {s.name: [s.available, s.version, s.reasons] for s in mg.backends()},
+}))
+""",
+        tmp_path,
+    )
+    assert found["rows"] == [
+        [[9.0, 10.0, 11.0], [0.0, 1.0, 2.0], [6.0, 7.0, 8.0]],
+        [True, True, False],
+    ]
+    for name in ("triton", "cupy"):
+        available, version, reasons = found["backends"][name]
+        assert not available
+        assert version is None
+        assert any("not installed" in reason for reason in reasons), reasons
+    assert found["backends"]["torch"][0]
+
+
+def test_gather_does_not_load_the_other_backends(tmp_path):
+    loaded = run_fresh(
+        """
+import json, sys
+import torch
+import multigather as mg
+mg.gather(torch.tensor([1]), torch.zeros(2, 3))
+print(json.dumps([name for name in ("cupy", "triton", "pydantic") if name in sys.modules]))
+""",
+        tmp_path,
+    )
+    assert loaded == []

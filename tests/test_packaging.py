@@ -1,0 +1,178 @@
+"""The built distribution works outside the checkout, and the documented commands exist."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("multigather", "kernels", "tuning_cache", "pyproject.toml", "README.md", "LICENSE")
+
+
+def run(*command, cwd, **options):
+    """Run a command without this environment's PYTHONPATH; return what it printed."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, **options
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, built from the source distribution as an index would offer it."""
+    pytest.importorskip("build")
+    source = tmp_path_factory.mktemp("source")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(
+                ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        else:
+            shutil.copy(ROOT / name, source)
+    dist = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", dist, source, cwd=dist)
+    (built,) = dist.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def clean(wheel, tmp_path_factory):
+    """A new virtual environment with the wheel, and torch and the rest from this environment."""
+    folder = tmp_path_factory.mktemp("clean")
+    environment = folder / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
+    python = environment / "bin" / "python"
+    run(
+        *(sys.executable, "-m", "pip", "--python", python),
+        *("install", "--quiet", "--no-deps", "--no-index", wheel),
+        cwd=folder,
+    )
+    (packages,) = environment.glob("lib/*/site-packages")
+    ours = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (packages / "this_environment.pth").write_text("\n".join(ours))
+    return environment
+
+
+def test_wheel_holds_the_packages_and_nothing_else(wheel):
+    expected = {
+        f"{package}/{path.relative_to(ROOT / folder)}"
+        for folder, package, pattern in [
+            ("multigather", "multigather", "**/*.py"),
+            ("multigather", "multigather", "py.typed"),
+            ("kernels", "multigather/kernels", "*.py"),
+            ("kernels", "multigather/kernels", "*.cu"),
+            ("tuning_cache", "multigather/tuning_cache", "*.py"),
+            ("tuning_cache", "multigather/tuning_cache", "*.json"),
+        ]
+        for path in (ROOT / folder).glob(pattern)
+    }
+    assert {
+        "multigather/py.typed",
+        "multigather/kernels/gather.cu",
+        "multigather/kernels/gather_triton.py",
+        "multigather/tuning_cache/default.json",
+    } <= expected
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name for name in names if ".dist-info/" not in name} == expected
+
+
+def test_wheel_metadata(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = Parser().parsestr(archive.read(name).decode())
+        assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
+    assert metadata["Name"] == "multigather-kernels"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert set(metadata.get_all("Provides-Extra")) == {"cuda12", "cuda13", "demo", "dev", "test"}
+    required = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
+    assert {re.match(r"[\w-]+", line)[0] for line in required} == {
+        "torch", "triton", "filelock", "platformdirs", "pydantic", "rich", "typer",
+    }  # fmt: skip
+
+
+def test_installed_wheel_gathers_outside_the_checkout(clean, tmp_path):
+    script = """
+import importlib.metadata, importlib.resources, json
+import torch
+import multigather as mg
+kernels = importlib.resources.files("multigather.kernels")
+tuning = importlib.resources.files("multigather.tuning_cache")
+buffers = torch.arange(8.0).reshape(4, 2), torch.tensor([5, 6, 7, 8], dtype=torch.int16)
+rows = mg.gather(torch.tensor([[2, 0]]), *buffers)
+print(json.dumps({
+    "package": mg.__file__,
+    "kernel": str(kernels / "gather.cu"),
+    "source": (kernels / "gather.cu").read_text(),
+    "tuning": str(tuning / "default.json"),
+    "rules": json.loads((tuning / "default.json").read_text()),
+    "versions": [mg.__version__, importlib.metadata.version("multigather-kernels")],
+    "rows": [row.tolist() for row in rows],
+    "explanation": str(mg.explain(torch.tensor([2]), *buffers)),
+}))
+"""
+    found = json.loads(run(clean / "bin" / "python", "-c", script, cwd=tmp_path))
+    for name in ("package", "kernel", "tuning"):
+        assert Path(found[name]).is_relative_to(clean), found[name]
+    assert "__global__" in found["source"]
+    assert found["rules"]
+    assert found["versions"][0] == found["versions"][1]
+    assert found["rows"] == [[[[4.0, 5.0], [0.0, 1.0]]], [[7, 5]]]
+    assert "torch" in found["explanation"]
+
+
+def test_installed_commands(clean, tmp_path):
+    version = run(clean / "bin" / "multigather", "--version", cwd=tmp_path).strip()
+    as_module = run(clean / "bin" / "python", "-m", "multigather", "--version", cwd=tmp_path)
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", version)
+    assert as_module.strip() == version
+    overview = run(clean / "bin" / "multigather", "--help", cwd=tmp_path)
+    for command in cli_commands():
+        assert command in overview
+        text = run(clean / "bin" / "multigather", command, "--help", cwd=tmp_path)
+        assert f"multigather {command}" in text
+    assert "torch" in run(clean / "bin" / "multigather", "info", cwd=tmp_path)
+
+
+def cli_commands():
+    """The command line's commands, name to click command."""
+    typer = pytest.importorskip("typer")
+    from multigather.cli import app
+
+    return typer.main.get_command(app).commands
+
+
+def documented_lines():
+    """Every line of code in the README, from code blocks and from code within text."""
+    text = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```[^\n]*\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [line.strip().removeprefix("$ ") for line in lines + re.findall(r"`([^`\n]+)`", text)]
+
+
+def test_documented_make_targets_exist():
+    targets = {m[1] for line in documented_lines() if (m := re.match(r"make ([a-z]+)", line))}
+    assert {"demo", "test", "gpu"} <= targets
+    for target in sorted(targets):
+        run("make", "--dry-run", target, cwd=ROOT)
+
+
+def test_documented_cli_commands_exist():
+    pattern = re.compile(r"(?:\S*/)?(?:python3? -m )?multigather ([a-z][a-z-]*)(.*)")
+    documented = [m for line in documented_lines() if (m := pattern.fullmatch(line))]
+    assert "demo" in {m[1] for m in documented}
+    commands = cli_commands()
+    for name, rest in (m.groups() for m in documented):
+        assert name in commands, f"README: multigather {name}"
+        options = {option for param in commands[name].params for option in param.opts}
+        used = set(re.findall(r"(?<!\S)--[a-z-]+", rest)) - {"--help"}
+        assert used <= options, f"README: multigather {name}{rest}"

@@ -1,0 +1,121 @@
+"""The set-up scripts: which CUDA a machine gets, and installing without pip or network."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load(name):
+    """Import a script of tools/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+setup_venv = load("setup_venv")
+gpu_check = load("gpu_check")
+
+
+@pytest.mark.parametrize(
+    ("printed", "cuda"),
+    [
+        ("580.159.03, 9.0\n", 13),
+        ("610.12, 12.0\n", 13),
+        ("575.57.08, 8.6\n", 12),
+        ("525.60.13, 7.5\n", 12),
+        ("470.256.02, 8.0\n", None),
+        ("580.95.05, 7.0\n", 12),
+        ("580.95.05, 9.0\n580.95.05, 7.0\n", 12),
+        ("No devices were found\n", None),
+        ("", None),
+    ],
+)
+def test_cuda_major_follows_the_driver(printed, cuda, tmp_path, monkeypatch):
+    script = tmp_path / "nvidia-smi"
+    script.write_text(f"#!/bin/sh\nprintf '%s' '{printed}'\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert setup_venv.cuda_major(setup_venv.query_gpus()) == cuda
+
+
+@pytest.mark.parametrize("failure", ["missing", "fails"])
+def test_no_gpu_where_nvidia_smi_does_not_work(failure, tmp_path, monkeypatch):
+    if failure == "fails":
+        script = tmp_path / "nvidia-smi"
+        script.write_text("#!/bin/sh\necho 580.1.2, 9.0\nexit 9\n")
+        script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert setup_venv.query_gpus() == []
+
+
+@pytest.mark.parametrize("cuda", [None, 12, 13])
+def test_pins_follow_the_build_of_torch(cuda, tmp_path):
+    torch = setup_venv.write_constraints(tmp_path / "constraints.txt", cuda)
+    pins = (tmp_path / "constraints.txt").read_text()
+    assert torch.startswith("torch==")
+    assert torch in pins
+    assert ("\ntriton==" in pins) == (cuda is None)
+    first = setup_venv.torch_attempts(torch, cuda)[0]
+    if sys.platform == "linux":
+        assert first[0] == torch + {None: "+cpu", 12: "+cu126", 13: ""}[cuda]
+
+
+def test_extras_named_by_the_set_up_exist():
+    text = (ROOT / "pyproject.toml").read_text()
+    for extra in ("test", "demo", "cuda12", "cuda13", "dev"):
+        assert f"\n{extra} = [" in text
+
+
+@pytest.mark.parametrize("how", ["by pip", "by copying"])
+def test_gpu_check_installs_a_package_that_gathers(how, tmp_path):
+    python = sys.executable
+    if how == "by copying":
+        without_pip = tmp_path / "venv"
+        subprocess.run([python, "-m", "venv", "--without-pip", without_pip], check=True)
+        python = str(without_pip / "bin" / "python")
+    site = tmp_path / "site"
+    assert gpu_check.install(site, python).startswith(how)
+
+    script = """
+import importlib.resources, json
+import torch
+import multigather as mg
+print(json.dumps([
+    mg.__file__,
+    str(importlib.resources.files("multigather.kernels") / "gather.cu"),
+    mg.gather(torch.tensor([1]), torch.tensor([3, 4]))[0].tolist(),
+    mg.__version__,
+]))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    package, kernel, rows, version = json.loads(done.stdout)
+    assert Path(package).is_relative_to(site)
+    assert Path(kernel).is_relative_to(site)
+    assert Path(kernel).is_file()
+    assert rows == [4]
+    assert version == __import__("multigather").__version__
+
+
+def test_gpu_check_names_what_is_missing(monkeypatch, capsys):
+    def version(name):
+        if name in ("pytest", "gymnasium"):
+            raise gpu_check.metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(gpu_check.metadata, "version", version)
+    assert gpu_check.main([]) == 2
+    printed = capsys.readouterr().out
+    assert "pytest is missing" in printed
+    assert "gymnasium is missing: needed for the demo" in printed
+    assert "cannot run without pytest" in printed

@@ -1,0 +1,1 @@
+"""Measured winners, one JSON file per GPU model, installed as ``multigather.tuning_cache``."""
