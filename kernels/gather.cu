@@ -76,7 +76,8 @@ __device__ __forceinline__ Unit load(const Unit* address) {
 #if STREAMING
     return __ldcs(address);
 #else
-    return __ldg(address);
+    // Not __ldg: the compiler moves stores above such loads, and the loads then wait for one another.
+    return *address;
 #endif
 }
 template <typename Unit>
@@ -90,18 +91,22 @@ __device__ __forceinline__ void store(Unit* address, const Unit& value) {
 __device__ __forceinline__ Nothing load(const Nothing*) { return Nothing(); }
 __device__ __forceinline__ void store(Nothing*, const Nothing&) {}
 
+__device__ __forceinline__ INDEX load_index(const Parameters& p, i64 position) {
+    return __ldg(p.indices + position * p.index_stride);
+}
+
 // Appends a record to the ring: [ticket + 1, plan, position, value, buffer, rows, is_unsigned, 0].
 // faults[0] counts the faults of all time and hands out tickets, faults[1] is how many of them the
 // host has taken. A record is written only where its slot is free, so the earliest faults survive;
 // the stamp in word 0 follows a system-wide fence, so the host never reads half a record.
-__device__ __noinline__ void report(const Parameters& p, i64 position, i64 value, const Field& field) {
+__device__ __noinline__ void report(const Parameters& p, i64 position, const Field& field) {
     const u64 ticket = atomicAdd_system(p.faults, 1ull);
     const u64 taken = *(volatile u64*)(p.faults + 1);
     if (ticket - taken >= FAULT_RING) return;
     volatile u64* record = p.faults + FAULT_WORDS * (1 + ticket % FAULT_RING);
     record[1] = p.plan;
     record[2] = (u64)position;
-    record[3] = (u64)value;
+    record[3] = (u64)(i64)load_index(p, position);
     record[4] = field.buffer;
     record[5] = (u64)field.rows;
     record[6] = INDEX_SIGNED ? 0 : 1;
@@ -110,24 +115,17 @@ __device__ __noinline__ void report(const Parameters& p, i64 position, i64 value
     record[0] = ticket + 1;
 }
 
-// The row that index number `position` selects, or -1 for a row of zeros.
-__device__ __forceinline__ i64 resolve(const Parameters& p, const Field& field, i64 position, bool reports) {
-    const INDEX index = __ldg(p.indices + position * p.index_stride);
+// The row that an index selects among `rows`, or -1 for a row of zeros.
+__device__ __forceinline__ i64 row_of(INDEX index, i64 rows) {
     i64 row = (i64)index;
-    const i64 rows = field.rows;
-#if BOUNDS == UNCHECKED
-    return row;
-#elif BOUNDS == CLIP
+#if BOUNDS == CLIP
     if (INDEX_SIGNED && row < 0) return 0;
     return (u64)row < (u64)rows ? row : rows - 1;
-#elif BOUNDS == FILL
-    return (u64)row < (u64)rows ? row : -1;
-#else
-    if (INDEX_SIGNED && row < 0) row += rows;
-    if ((u64)row < (u64)rows) return row;
-    if (reports) report(p, position, (i64)index, field);
-    return -1;
+#elif BOUNDS != UNCHECKED
+    if (BOUNDS == RAISE && INDEX_SIGNED && row < 0) row += rows;
+    if ((u64)row >= (u64)rows) return -1;
 #endif
+    return row;
 }
 
 #if LAYOUT == 0
@@ -142,18 +140,22 @@ __device__ __forceinline__ void copy_tile(const Parameters& p, unsigned k, Count
     const Count base = tile * (Count)(THREADS * UNROLL) + threadIdx.x;
     Count position[UNROLL];
     Count column[UNROLL];
+    INDEX index[UNROLL];
     i64 row[UNROLL];
     Unit value[UNROLL];
+    unsigned bad = 0;  // bit u: this thread reports the row of its unit number u
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
         const Count unit = base + (Count)(u * THREADS);
         position[u] = divide(unit, field);
         column[u] = unit - position[u] * units;
-        row[u] = -1;
-        if (unit < total) row[u] = resolve(p, field, (i64)position[u], column[u] == 0);
+        index[u] = 0;
+        if (unit < total) index[u] = load_index(p, (i64)position[u]);
     }
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
+        row[u] = row_of(index[u], field.rows);
+        if (base + (Count)(u * THREADS) < total && row[u] < 0 && column[u] == 0) bad |= 1u << u;
         value[u] = Unit();
         if (base + (Count)(u * THREADS) < total && (BOUNDS == UNCHECKED || BOUNDS == CLIP || row[u] >= 0))
             value[u] = load((const Unit*)(source + row[u] * field.source_stride) + column[u]);
@@ -162,6 +164,11 @@ __device__ __forceinline__ void copy_tile(const Parameters& p, unsigned k, Count
     for (int u = 0; u < UNROLL; u++)
         if (base + (Count)(u * THREADS) < total)
             store((Unit*)(destination + (i64)position[u] * field.destination_stride) + column[u], value[u]);
+#if BOUNDS == RAISE
+    // Last, and in a loop: a call between the loads would make each wait for the one before.
+    for (int u = 0; bad; u++, bad >>= 1)
+        if (bad & 1) report(p, (i64)divide(base + (Count)(u * THREADS), field), field);
+#endif
 }
 #else
 // Chunk number `chunk` of row `position` in one field.
@@ -170,7 +177,7 @@ __device__ __forceinline__ void copy_chunk(const Parameters& p, unsigned k, i64 
     const Field& field = p.field[k];
     i64 column = chunk * (THREADS * UNROLL) + threadIdx.x;
     if (chunk * (THREADS * UNROLL) >= field.units) return;
-    const i64 row = resolve(p, field, position, column == 0);
+    const i64 row = row_of(load_index(p, position), field.rows);
     const Unit* source = (const Unit*)(p.pointer[k].source + row * field.source_stride);
     Unit* destination = (Unit*)(p.pointer[k].destination + position * field.destination_stride);
     Unit value[UNROLL];
@@ -183,6 +190,9 @@ __device__ __forceinline__ void copy_chunk(const Parameters& p, unsigned k, i64 
 #pragma unroll
     for (int u = 0; u < UNROLL; u++)
         if (column + u * THREADS < field.units) store(destination + column + u * THREADS, value[u]);
+#if BOUNDS == RAISE
+    if (row < 0 && column == 0) report(p, position, field);
+#endif
 }
 #endif
 

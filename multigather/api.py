@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from . import dispatch, faults
 from .autograd import Gather
+from .bounds import as_int64, resolve
 from .executable import Executable
 from .outputs import check_outputs
 from .request import BOUNDS, INDEX_DTYPES, Request, field_of
@@ -64,11 +65,13 @@ def gather(
     """
     leaves, spec = _flatten(bufs)
     tensors = [leaf for leaf in leaves if leaf is not None]
-    key = _key(indices, tensors, bounds, backend, spec)
+    key = _key(indices, leaves, bounds, backend, spec)
     executable = _executables.get(key) if key is not None else None
     if executable is None:
         executable = _make(key, indices, bufs, leaves, tensors, bounds, backend)
     if executable is None:
+        if out is not None:
+            _flatten_outputs(out, bufs, leaves, spec)
         return tuple(bufs) if spec is None else pytree.tree_unflatten(leaves, spec)
     request = executable.request
     if request.device.type == "cuda":
@@ -135,7 +138,7 @@ def _flatten(bufs: tuple[Any, ...]) -> tuple[list[Any], Any]:
 
 
 def _key(
-    indices: torch.Tensor, tensors: list[Any], bounds: str, backend: str | None, spec: Any
+    indices: torch.Tensor, leaves: list[Any], bounds: str, backend: str | None, spec: Any
 ) -> tuple[Any, ...] | None:
     """All that an executable depends on; None where a tensor does not tell its layout."""
     try:
@@ -151,9 +154,13 @@ def _key(
                 tensor.is_neg(),
                 indices.is_cuda and tensor.is_cpu and tensor.is_pinned(),
             )
-            for tensor in tensors
+            # The place of a None belongs to it, because it changes the names of later buffers.
+            if tensor is not None
+            else None
+            for tensor in leaves
         ]
-        key = (indices.dtype, indices.device, bounds, backend, spec, *layouts)
+        kind = (type(indices), indices.layout, indices.is_nested, indices.dtype, indices.device)
+        key = (kind, bounds, backend, spec, *layouts)
         hash(key)
     except (AttributeError, RuntimeError, TypeError):
         return None
@@ -223,9 +230,11 @@ def _check_strided(tensor: torch.Tensor, label: str) -> None:
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     if tensor.layout is not torch.strided or tensor.is_nested:
+        kind, remedy = f"layout {tensor.layout}", ".to_dense()"
+        if tensor.is_nested:
+            kind, remedy = "a nested tensor", ".to_padded_tensor(0)"
         raise TypeError(
-            f"{label} must be a dense strided tensor, got layout {tensor.layout}"
-            f"{' (nested)' if tensor.is_nested else ''}; convert it with .to_dense()"
+            f"{label} must be a dense strided tensor, got {kind}; convert it with {remedy}"
         )
     if tensor.is_quantized:
         raise TypeError(
@@ -297,11 +306,17 @@ def _run(
     if not any(source.is_conj() or source.is_neg() for source in sources):
         return executable(indices, shape, sources, outs)
     results = executable(indices, shape, [_physical(source) for source in sources], outs)
+    bounds = executable.request.bounds
     for source, result in zip(sources, results, strict=True):
         if source.is_conj():
             torch.conj_physical(result, out=result)
         if source.is_neg():
             result.neg_()
+        if source.is_conj() or source.is_neg():
+            # Rows that came from no buffer are zero bytes, not -0.0.
+            _, bad = resolve(as_int64(indices), source.shape[0], bounds)
+            if bad is not None:
+                result.masked_fill_(bad.view((*shape, *[1] * (source.dim() - 1))), 0)
     return results
 
 

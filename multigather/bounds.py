@@ -57,17 +57,20 @@ def raise_if_bad(
         return
     wide = as_int64(indices)
     low, high = (int(bound) for bound in torch.aminmax(wide))
+    # A smaller buffer refuses whatever a larger one does, so the smallest decides the position.
+    rows = min(field.rows for field in request.fields)
+    if -rows <= low and high < rows:
+        return
+    position = int(((wide < -rows) | (wide >= rows)).nonzero()[0, 0])
+    value = int(indices[position].item())
     for number, field in enumerate(request.fields):
-        if -field.rows <= low and high < field.rows:
-            continue
-        bad = (wide < -field.rows) | (wide >= field.rows)
-        position = int(bad.nonzero()[0, 0])
-        raise IndexError(
-            bad_index_message(
-                position=position,
-                value=int(indices[position].item()),
-                label=site.label(number),
-                rows=field.rows,
-                shape=tuple(shape),
+        if not -field.rows <= value < field.rows:
+            raise IndexError(
+                bad_index_message(
+                    position=position,
+                    value=value,
+                    label=site.label(number),
+                    rows=field.rows,
+                    shape=tuple(shape),
+                )
             )
-        )

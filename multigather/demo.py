@@ -30,6 +30,7 @@ ENVIRONMENTS_AT_ONCE = 16
 BATCHES = 8  # different index sets per workload and count, each checked, rotated while timing
 ROUNDS = 9
 ROUND_SECONDS = 0.01
+NOISY_SPREAD = 2
 
 
 class DemoError(RuntimeError):
@@ -66,21 +67,23 @@ class Workload:
                 1 + torch.randperm(rows - 1, generator=generator)[:count] for _ in range(BATCHES)
             ]
         else:
-            drawn = [
-                torch.randint(rows, (count,), generator=generator) for _ in range(BATCHES)
-            ]
+            drawn = [torch.randint(rows, (count,), generator=generator) for _ in range(BATCHES)]
         return [indices.to(self.tensors[0].device) for indices in drawn]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Median microseconds per call; on a GPU its work is included."""
+    """Median microseconds per call; on a GPU its work is included.
+
+    ``spread`` is the slowest round over the fastest, of the call for which that is largest.
+    """
 
     workload: str
     count: int
     gather_us: float
     index_us: float
     index_select_us: float
+    spread: float
 
 
 @dataclass
@@ -167,9 +170,9 @@ def decoding_state(pool: int, seed: int) -> dict[str, Tensor]:
 def workloads(device: torch.device, steps: int, seed: int) -> Iterator[Workload]:
     """The demo's workloads, buffers on ``device``."""
     sources = {
-        f"replay, {steps} steps": (collect_transitions(steps, seed), (32, 256, 1024, 4096), False),
-        "decode, 257 slots": (decoding_state(257, seed), (1, 48, 256), True),
-        "decode, 1025 slots": (decoding_state(1025, seed), (1, 48, 512), True),
+        "replay": (collect_transitions(steps, seed), (32, 256, 1024, 4096), False),
+        "decode 257": (decoding_state(257, seed), (1, 48, 256), True),
+        "decode 1025": (decoding_state(1025, seed), (1, 48, 512), True),
     }
     for name, (buffers, counts, unique) in sources.items():
         on_device = {key: value.to(device) for key, value in buffers.items()}
@@ -177,7 +180,7 @@ def workloads(device: torch.device, steps: int, seed: int) -> Iterator[Workload]
 
 
 def difference(got: Tensor, want: Tensor) -> str | None:
-    """Say how ``got`` differs from ``want`` in any bit, shape, dtype or device; None if it does not."""
+    """Say how ``got`` differs from ``want`` in shape, dtype, device or any bit, or return None."""
     for what in ("shape", "dtype", "device"):
         if getattr(got, what) != getattr(want, what):
             return f"{what} is {getattr(got, what)}, must be {getattr(want, what)}"
@@ -223,7 +226,8 @@ def time_workload(workload: Workload, count: int, seed: int) -> Timing:
             taken = _seconds(call, index_sets, repeats[name], device)
             samples[name].append(1e6 * taken / (repeats[name] * len(index_sets)))
     medians = {name: round(statistics.median(values), 2) for name, values in samples.items()}
-    return Timing(workload.name, count, **medians)
+    spread = max(max(values) / min(values) for values in samples.values())
+    return Timing(workload.name, count, **medians, spread=round(spread, 2))
 
 
 def _seconds(
@@ -276,7 +280,7 @@ def run(device: torch.device, steps: int, seed: int) -> Report:
 
 def print_report(report: Report) -> None:
     """Print a report for people to read."""
-    console = Console(markup=False, highlight=False)
+    console = Console(markup=False, highlight=False, soft_wrap=True)
     for subject, text in {**report.facts, "device": report.device}.items():
         console.print(f"{subject:>12}  {text}")
     console.print("\nbackends", style="bold")
@@ -287,13 +291,23 @@ def print_report(report: Report) -> None:
         console.print(text)
     console.print()
     if report.mismatches:
-        summary = f"{len(report.mismatches)} of {report.outputs} outputs differ from buffer[indices]"
+        summary = (
+            f"{len(report.mismatches)} of {report.outputs} outputs differ from buffer[indices]"
+        )
         console.print(f"{summary}; no times are shown:", style="bold red")
         for line in report.mismatches:
             console.print(f"  {line}")
     else:
         console.print(timing_table(report.timings))
-        console.print(f"all {report.outputs} outputs bit-identical to buffer[indices]", style="bold")
+        noisy = sum(timing.spread > NOISY_SPREAD for timing in report.timings)
+        if noisy:
+            console.print(
+                f"{noisy} of {len(report.timings)} rows are noisy: their rounds differ by more "
+                f"than a factor of {NOISY_SPREAD}, as when other programs use the machine"
+            )
+        console.print(
+            f"all {report.outputs} outputs bit-identical to buffer[indices]", style="bold"
+        )
 
 
 def timing_table(timings: list[Timing]) -> Table:

@@ -26,7 +26,8 @@ def check_outputs(
     for out, field, label in zip(outs, request.fields, labels, strict=True):
         name = label.replace("bufs", "out", 1)
         if not isinstance(out, torch.Tensor) or out.layout is not torch.strided:
-            raise TypeError(f"{name} must be a strided torch.Tensor, got {type(out).__name__}")
+            kind = out.layout if isinstance(out, torch.Tensor) else type(out).__name__
+            raise TypeError(f"{name} must be a dense strided torch.Tensor, got {kind}")
         shape = (*indices.shape, *field.row_shape)
         if tuple(out.shape) != shape:
             raise ValueError(
@@ -34,7 +35,9 @@ def check_outputs(
                 f"{list(shape)}; outputs are never resized"
             )
         if out.dtype != field.dtype:
-            raise ValueError(f"{name} has dtype {out.dtype}, {label} has {field.dtype}")
+            raise ValueError(
+                f"{name} has dtype {out.dtype}, {label} has {field.dtype}; pass a tensor of that dtype"
+            )
         if out.device != request.device:
             raise ValueError(
                 f"{name} is on {out.device}, the gather runs on {request.device}; move it there"
@@ -85,15 +88,18 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     Exact for tensors whose rows are runs of bytes with the same distance, such as columns of one
     table; for other interleaved tensors the answer may be yes without a common byte.
     """
-    if not a.numel() or not b.numel() or a.device != b.device:
+    if not a.numel() or not b.numel() or a.device != b.device or a.device.type == "meta":
         return False
     (a_start, a_end), (b_start, b_end) = extent(a), extent(b)
     if a_end <= b_start or b_end <= a_start:
         return False
     a_run, b_run = _run_of(a), _run_of(b)
-    if a_run is None or b_run is None or a_run[1] != b_run[1] or not a_run[1]:
+    if a_run is None or b_run is None:
         return True
-    distance = a_run[1]
+    # A single run lies between the other's runs or touches one, whatever their distance is.
+    distance = a_run[1] or b_run[1]
+    if not distance or (b_run[1] and b_run[1] != distance):
+        return True
     offset = (b_start - a_start) % distance
     return offset < a_run[0] or offset + b_run[0] > distance
 

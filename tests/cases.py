@@ -10,6 +10,8 @@ import torch
 
 POISON = 0xA5
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 # Everything that torch can put into a strided tensor.
 DTYPES = [
     dtype
@@ -84,7 +86,12 @@ class Slab:
 
 def raw_bytes(tensor: torch.Tensor) -> np.ndarray:
     """Bytes of a tensor's elements in order, shape ``[dim 0, bytes]`` (0-d: ``[1, bytes]``)."""
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    flat = tensor.detach().resolve_conj().resolve_neg()
+    if flat.element_size() in INTEGERS:
+        # torch copies few types if they are strided, and makes every true byte of a bool 1.
+        flat = flat.view(INTEGERS[flat.element_size()])
+    # Not .contiguous(): that leaves odd strides on a single element.
+    flat = flat.cpu().clone(memory_format=torch.contiguous_format)
     rows = tensor.shape[0] if tensor.dim() else 1
     row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
     if not flat.numel():
@@ -118,5 +125,5 @@ def assert_gathered(
     assert tuple(output.shape) == (*indices.shape, *buffer.shape[1:])
     assert output.dtype == buffer.dtype
     assert not output.is_conj() and not output.is_neg()
-    got = raw_bytes(output.reshape(indices.numel(), *buffer.shape[1:]))
-    np.testing.assert_array_equal(got, expected(indices, buffer, bounds))
+    want = expected(indices, buffer, bounds)
+    np.testing.assert_array_equal(raw_bytes(output).reshape(want.shape), want)

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 # Makes packages absent: neither importlib nor importlib.metadata finds them any more.
 HIDE = """
 import importlib.machinery, sys
@@ -44,31 +46,41 @@ def run_fresh(script, folder):
     return json.loads(done.stdout)
 
 
-def test_import_loads_nothing_optional(tmp_path):
-    loaded = run_fresh(
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """What ``import multigather`` did in a fresh process, beyond what ``import torch`` does."""
+    folder = tmp_path_factory.mktemp("empty")
+    found = run_fresh(
         """
 import json, sys
 import torch
 before = set(sys.modules)
 import multigather
-print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - before})))
+print(json.dumps({
+    "loaded": sorted({name.partition(".")[0] for name in set(sys.modules) - before}),
+    "gpu": torch.cuda.is_initialized(),
+}))
 """,
-        tmp_path,
+        folder,
     )
-    assert "multigather" in loaded
+    return {**found, "files": [str(path) for path in folder.rglob("*")]}
+
+
+def test_import_loads_nothing_optional(imported):
+    assert "multigather" in imported["loaded"]
     optional = {
         "cupy", "cupy_backends", "triton", "typer", "rich", "click", "pydantic",
         "platformdirs", "filelock", "gymnasium", "kernels", "tuning_cache",
     }  # fmt: skip
-    assert not optional & set(loaded)
+    assert not optional & set(imported["loaded"])
 
 
-def test_import_touches_no_gpu_and_creates_no_file(tmp_path):
-    initialised = run_fresh(
-        "import json, multigather, torch; print(json.dumps(torch.cuda.is_initialized()))", tmp_path
-    )
-    assert initialised is False
-    assert list(tmp_path.rglob("*")) == []
+def test_import_touches_no_gpu(imported):
+    assert imported["gpu"] is False
+
+
+def test_import_creates_no_file(imported):
+    assert imported["files"] == []
 
 
 def test_cpu_gather_without_triton_and_cupy(tmp_path):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import multigather
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -104,7 +106,7 @@ print(json.dumps([
     assert Path(kernel).is_relative_to(site)
     assert Path(kernel).is_file()
     assert rows == [4]
-    assert version == __import__("multigather").__version__
+    assert version == multigather.__version__
 
 
 def test_gpu_check_names_what_is_missing(monkeypatch, capsys):

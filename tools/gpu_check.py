@@ -48,7 +48,9 @@ def install(site: Path, python: str = sys.executable) -> str:
         source = Path(folder, "source")
         source.mkdir()
         for name in ("multigather", "kernels", "tuning_cache"):
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, source)
         flags = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet", "--target", site]
@@ -66,7 +68,7 @@ def install(site: Path, python: str = sys.executable) -> str:
 
 
 def missing_packages() -> list[str]:
-    """Print the version of each package of `PACKAGES`; return the required ones that are missing."""
+    """Print the version of each of `PACKAGES`; return the required ones that are missing."""
     missing = []
     for distributions, purpose in PACKAGES:
         for name in distributions:

@@ -90,7 +90,7 @@ def main() -> int:
     parser.add_argument("--extras", default="test,demo", help="extras of pyproject.toml to install")
     args = parser.parse_args()
 
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036  runs before anything has checked
         print(
             f"Python 3.11 or newer is needed, this is {platform.python_version()}: "
             "name another, such as `make PYTHON=python3.12 test`"

@@ -123,12 +123,15 @@ class _Runner:
             if field.rows == 0:
                 # Only fill reaches this with any index: a row of zeros for each.
                 result = out if out is not None else self._empty(number, shape)
-                results.append(result.zero_())
+                self._flat(number, result, len(wide)).zero_()
+                results.append(result)
                 continue
             result = self._select(number, source, rows, shape, out)
             if bad is not None and not at_once:
                 if request.bounds == "raise" and request.device.type == "cuda":
-                    self._report(number, original, bad)
+                    # The words of the indices: a clamped uint64 would be reported with a wrong value.
+                    words = original.view(torch.int64) if original.dtype == torch.uint64 else wide
+                    self._report(number, words, bad)
                 self._zero(number, result, bad)
             results.append(result)
         return results
@@ -177,20 +180,19 @@ class _Runner:
         flat = self._flat(number, result, len(bad))
         flat.masked_fill_(bad.view(-1, *[1] * (flat.dim() - 1)), 0)
 
-    def _report(self, number: int, original: torch.Tensor, bad: torch.Tensor) -> None:
+    def _report(self, number: int, indices: torch.Tensor, bad: torch.Tensor) -> None:
         """Append one record for this buffer to the device's fault board, without a sync.
 
-        The record layout and the ticket protocol are those of `faults`; further bad indices of the
-        same buffer are counted in the record's last word.
+        ``indices`` are int64, the words of uint64 indices taken as such. The record layout and the
+        ticket protocol are those of `faults`; further bad indices of the same buffer are counted in
+        the record's last word.
         """
         field = self._request.fields[number]
         board = faults.board_of(self._request.device)
         words = board.device_words
         count = bad.sum()
         position = bad.to(torch.uint8).argmax()
-        if original.dtype == torch.uint64:
-            original = original.view(torch.int64)
-        value = original.gather(0, position.view(1)).to(torch.int64).view(())
+        value = indices.gather(0, position.view(1)).view(())
         ticket, taken = words[0].clone(), words[1]
         unsigned = self._request.index_dtype == torch.uint64
         constants = (self._site.plan, self._site.numbers[number], field.rows, int(unsigned))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.metadata
 import importlib.util
@@ -256,10 +257,15 @@ class _Pointer:
 
 
 def _host_pointer(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """An integer tensor at a CPU tensor's address; Triton's interpreter needs real tensors."""
-    storage = tensor.untyped_storage()
-    offset = (tensor.data_ptr() - storage.data_ptr()) // dtype.itemsize
-    return torch.empty(0, dtype=dtype).set_(storage, offset, (1,), (1,))
+    """An integer tensor at a CPU tensor's address; Triton's interpreter needs real tensors.
+
+    Not a view: a storage may start at an address that is no multiple of the integer's size.
+    """
+    address = tensor.data_ptr()
+    if not address:  # no elements
+        return torch.empty(1, dtype=dtype)
+    memory = (ctypes.c_char * dtype.itemsize).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 @functools.cache

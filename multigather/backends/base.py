@@ -99,18 +99,20 @@ def flat_row_stride(tensor: torch.Tensor, leading: int) -> int | None:
 
     Returns None if one stride cannot describe them, 0 if there are fewer than two rows.
     """
-    stride = expected = 0
+    if 0 in tensor.shape[:leading]:
+        return 0
+    stride = expected = None
     for size, step in zip(
         reversed(tensor.shape[:leading]), reversed(tensor.stride()[:leading]), strict=True
     ):
         if size == 1:
             continue
-        if not stride:
+        if stride is None:
             stride = step
         elif step != expected:
             return None
         expected = step * size
-    return stride
+    return stride or 0
 
 
 def empty_outputs(request: Request, shape: torch.Size) -> list[torch.Tensor]:

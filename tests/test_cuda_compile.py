@@ -1,0 +1,347 @@
+"""The CUDA source compiles for every architecture without a GPU, into code that uses no stack.
+
+The compiler is NVRTC from the package nvidia-cuda-nvrtc or, where that is not installed, nvcc.
+Each test prints a table of registers and spills, shown with ``-s`` or on failure.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import itertools
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from multigather.backends._cupy import (
+    BOUNDS,
+    CONFIGS,
+    FIELD_BYTES,
+    HEAD_BYTES,
+    INDEX_TYPES,
+    LARGE_CAPACITY,
+    LAYOUTS,
+    SMALL_CAPACITY,
+    CudaConfig,
+    Specialisation,
+    capacity_for,
+    source_text,
+)
+
+OLDEST, NEWEST = 75, 120
+# The architecture whose code is examined closely, and the most bytes that the compiler may spill on
+# any other: a few registers at the limit that it set itself, in a mode or two.
+CLOSE = 90
+SPILL_LIMIT = 32
+
+
+class CompileError(Exception):
+    """What the compiler said."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Result of one compilation.
+
+    Attributes:
+        cubin: the machine code.
+        log: what the compiler and the assembler printed.
+    """
+
+    cubin: bytes
+    log: str
+
+    @property
+    def registers(self) -> int:
+        """Registers per thread."""
+        (count,) = re.findall(r"Used (\d+) registers", self.log)
+        return int(count)
+
+    @property
+    def stack(self) -> tuple[int, int, int]:
+        """Bytes of stack frame, spill stores and spill loads, summed over the functions."""
+        found = re.findall(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", self.log
+        )
+        assert found, f"no report of the assembler in {self.log!r}"
+        frame, stores, loads = (sum(map(int, column)) for column in zip(*found, strict=True))
+        return frame, stores, loads
+
+
+class Nvrtc:
+    """NVRTC through its C interface."""
+
+    def __init__(self, library: Path) -> None:
+        # NVRTC opens this one by its name alone, which finds it if it is loaded.
+        for builtins in library.parent.glob("libnvrtc-builtins.so.*"):
+            ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
+        self._library = ctypes.CDLL(str(library))
+        self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        self.name = f"NVRTC {major.value}.{minor.value}"
+        count = ctypes.c_int()
+        self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
+        architectures = (ctypes.c_int * count.value)()
+        self._call("nvrtcGetSupportedArchs", architectures)
+        self.architectures = sorted(set(architectures))
+
+    def compile(self, source: str, options: Iterable[str], architecture: int) -> Compiled:
+        """Compile; the assembler's report is in the log."""
+        words = [f"--gpu-architecture=sm_{architecture}", "--ptxas-options=-v", *options]
+        array = (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
+        program = ctypes.c_void_p()
+        self._call(
+            "nvrtcCreateProgram",
+            ctypes.byref(program), source.encode(), b"gather.cu", 0, None, None,
+        )  # fmt: skip
+        try:
+            status = self._library.nvrtcCompileProgram(program, len(words), array)
+            log = self._read("ProgramLog", program).rstrip(b"\0").decode()
+            if status:
+                raise CompileError(log)
+            return Compiled(self._read("CUBIN", program), log)
+        finally:
+            self._call("nvrtcDestroyProgram", ctypes.byref(program))
+
+    def _read(self, what: str, program: ctypes.c_void_p) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
+        text = ctypes.create_string_buffer(size.value)
+        self._call(f"nvrtcGet{what}", program, text)
+        return text.raw
+
+    def _call(self, function: str, *arguments: object) -> None:
+        status = getattr(self._library, function)(*arguments)
+        if status:
+            message = self._library.nvrtcGetErrorString(status).decode()
+            raise RuntimeError(f"{function}: {message}")
+
+
+class Nvcc:
+    """The compiler of an installed CUDA toolkit."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.name = _output([path, "--version"]).strip().splitlines()[-2]
+        listed = re.findall(r"sm_(\d+)\b", _output([path, "--list-gpu-code"]))
+        self.architectures = sorted(map(int, set(listed)))
+
+    def compile(self, source: str, options: Iterable[str], architecture: int) -> Compiled:
+        """Compile; the assembler's report is in the log."""
+        with TemporaryDirectory() as folder:
+            path = Path(folder, "gather.cu")
+            path.write_text(source)
+            command = [self.path, "-cubin", f"-arch=sm_{architecture}", "-Xptxas=-v", *options]
+            result = subprocess.run(
+                [*command, "-o", f"{folder}/gather.cubin", str(path)],
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            if result.returncode:
+                raise CompileError(result.stderr)
+            return Compiled(Path(folder, "gather.cubin").read_bytes(), result.stderr)
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def find_compiler() -> Nvrtc | Nvcc | None:
+    """NVRTC of the newest package installed, else nvcc, else None."""
+    spec = importlib.util.find_spec("nvidia")
+    libraries = [
+        library
+        for folder in (spec.submodule_search_locations or [] if spec else [])
+        for library in Path(folder).glob("*/lib/libnvrtc.so.*")
+    ]
+    if libraries:
+        return Nvrtc(max(libraries, key=lambda path: int(path.suffix[1:])))
+    nvcc = shutil.which("nvcc")
+    return Nvcc(nvcc) if nvcc else None
+
+
+def find_disassembler() -> str | None:
+    """Path of nvdisasm: of a toolkit, or the one that Triton's package holds."""
+    spec = importlib.util.find_spec("triton")
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    inside = [f"{folder}/backends/nvidia/bin" for folder in folders]
+    return shutil.which("nvdisasm", path=os.pathsep.join(inside)) or shutil.which("nvdisasm")
+
+
+COMPILER = find_compiler()
+ARCHITECTURES = [a for a in COMPILER.architectures if OLDEST <= a <= NEWEST] if COMPILER else []
+
+pytestmark = pytest.mark.skipif(
+    COMPILER is None, reason="no compiler: neither the package nvidia-cuda-nvrtc nor nvcc is here"
+)
+
+TILES = CudaConfig("tiles", 256, 2)
+ROWS = CudaConfig("rows", 256, 2)
+
+
+@functools.cache
+def compile_one(specialisation: Specialisation, architecture: int, after: str = "") -> Compiled:
+    """Compile the source with the macros that ship; ``after`` is appended to it."""
+    assert COMPILER is not None
+    macros = [f"-D{name}={value}" for name, value in specialisation.macros().items()]
+    return COMPILER.compile(source_text() + after, ["-std=c++17", *macros], architecture)
+
+
+def compile_all(specialisations: Iterable[Specialisation], architecture: int) -> list[Compiled]:
+    """Compile each on its own thread, print the table, check what holds for every compilation."""
+    specialisations = list(specialisations)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(lambda each: compile_one(each, architecture), specialisations))
+    assert COMPILER is not None
+    print(f"\n{COMPILER.name}, sm_{architecture}: registers; bytes of stack, spill stores, loads")
+    for each, result in zip(specialisations, results, strict=True):
+        print(f"  {result.registers:3}  {' '.join(map(str, result.stack)):8}  {describe(each)}")
+    for each, result in zip(specialisations, results, strict=True):
+        assert result.cubin.startswith(b"\x7fELF"), f"no machine code: {describe(each)}"
+        assert b"\0gather\0" in result.cubin, f"no kernel of that name: {describe(each)}"
+        assert "warning" not in result.log, f"{describe(each)}: {result.log}"
+        assert result.registers * each.config.threads <= 65536, f"too large a block: {describe(each)}"
+    return results
+
+
+def describe(specialisation: Specialisation) -> str:
+    """One line."""
+    return (
+        f"{specialisation.fields} fields, {specialisation.index_dtype}, {specialisation.bounds}, "
+        f"{'64' if specialisation.wide else '32'}-bit units, {specialisation.config.describe()}"
+    )
+
+
+def covering_set() -> list[Specialisation]:
+    """Both layouts in each bounds mode, tiles in both widths; every index type, every table size."""
+    shapes = [(TILES, bounds, wide) for bounds in BOUNDS for wide in (False, True)]
+    shapes += [(ROWS, bounds, False) for bounds in BOUNDS]
+    dtypes = itertools.cycle(INDEX_TYPES)
+    fields = itertools.cycle((1, 8, 16, SMALL_CAPACITY, LARGE_CAPACITY))
+    streaming = itertools.cycle((False, True, True))
+    return [
+        Specialisation(
+            next(fields), next(dtypes), bounds, wide, replace(config, streaming=next(streaming))
+        )
+        for config, bounds, wide in shapes
+    ]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids="sm_{}".format)
+def test_compiles_for_every_architecture(architecture: int) -> None:
+    """Every macro value compiles without a warning, and at most a few registers are spilled."""
+    chosen = covering_set()
+    assert {each.index_dtype for each in chosen} == set(INDEX_TYPES)
+    assert {(each.config.layout, each.bounds) for each in chosen} == {
+        *itertools.product(LAYOUTS, BOUNDS)
+    }
+    for each, result in zip(chosen, compile_all(chosen, architecture), strict=True):
+        _, stores, loads = result.stack
+        assert stores + loads <= SPILL_LIMIT, f"spills: {describe(each)}"
+
+
+def test_the_range_of_architectures_is_covered() -> None:
+    """The compiler knows the oldest architecture, the one examined closely, and others."""
+    assert {OLDEST, CLOSE} <= set(ARCHITECTURES)
+    assert len(ARCHITECTURES) >= 5
+
+
+def test_no_config_spills() -> None:
+    """In the default mode, every config that the tuner may pick keeps everything in registers."""
+    chosen = [Specialisation(4, torch.int64, "raise", False, config) for config in CONFIGS]
+    results = compile_all(chosen, CLOSE)
+    for each, result in zip(chosen, results, strict=True):
+        assert result.stack == (0, 0, 0), f"uses the stack: {describe(each)}"
+
+
+@pytest.mark.parametrize("config", [TILES, ROWS], ids=lambda config: config.layout)
+def test_no_mode_and_index_type_spills(config: CudaConfig) -> None:
+    """With the usual unroll, every bounds mode and index type keeps everything in registers."""
+    chosen = [
+        Specialisation(4, dtype, bounds, False, config)
+        for bounds in BOUNDS
+        for dtype in INDEX_TYPES
+        if bounds == "raise" or dtype in (torch.int64, torch.uint8)
+    ]
+    for each, result in zip(chosen, compile_all(chosen, CLOSE), strict=True):
+        assert result.stack == (0, 0, 0), f"uses the stack: {describe(each)}"
+
+
+def test_a_spill_would_be_seen() -> None:
+    """Where the block is so large that registers run out, the report is not zero."""
+    specialisation = Specialisation(4, torch.int64, "raise", True, CudaConfig("tiles", 1024, 8))
+    assert min(compile_one(specialisation, CLOSE).stack) > 0
+
+
+@pytest.mark.parametrize(("most", "limit"), [(SMALL_CAPACITY, 4096), (LARGE_CAPACITY, 32764)])
+def test_parameters_fit(most: int, limit: int) -> None:
+    """Every table size that the host asks for has the size it packs, within the limit."""
+    assert HEAD_BYTES + FIELD_BYTES * most <= limit < HEAD_BYTES + FIELD_BYTES * (most + 1)
+    tables = sorted({capacity_for(count, most) for count in range(1, most + 1)})
+    assert tables[-1] == most
+
+    def check(fields: int) -> None:
+        specialisation = Specialisation(fields, torch.int64, "raise", False, TILES)
+        size = HEAD_BYTES + FIELD_BYTES * fields
+        compile_one(specialisation, CLOSE, f"static_assert(sizeof(Parameters) == {size});")
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(check, tables))
+    specialisation = Specialisation(most, torch.int64, "raise", False, TILES)
+    with pytest.raises(CompileError, match=r"static.assert"):
+        compile_one(specialisation, CLOSE, f"static_assert(sizeof(Parameters) > {limit});")
+
+
+def operations(cubin: bytes, folder: Path) -> list[str]:
+    """Names of the machine code's instructions, in order, such as ``LDG.E.128.CONSTANT``."""
+    tool = find_disassembler()
+    if tool is None:
+        pytest.skip("no disassembler: neither Triton's package nor a toolkit with nvdisasm is here")
+    path = folder / "gather.cubin"
+    path.write_bytes(cubin)
+    text = _output([tool, "-c", str(path)])
+    return re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]+)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("config", "bounds"),
+    [(config, "raise") for config in CONFIGS]
+    + [
+        (CudaConfig(layout, 256, 4), bounds)
+        for layout in LAYOUTS
+        for bounds in BOUNDS
+        if bounds != "raise"
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.describe().replace(", ", "-"),
+)
+def test_wide_accesses_are_in_flight_together(
+    config: CudaConfig, bounds: str, tmp_path: Path
+) -> None:
+    """Units of 16 bytes move in one access each, and no load waits for another or for a store."""
+    specialisation = Specialisation(4, torch.int64, bounds, False, config)
+    found = operations(compile_one(specialisation, CLOSE).cubin, tmp_path)
+    assert "EXIT" in found, "the disassembly could not be read"
+    # Around single accesses there are branches; a call would stop what follows from starting early.
+    touching = [name for name in found if re.match(r"LDG|STG|CALL|ATOM", name)]
+    wide = [place for place, name in enumerate(touching) if ".128" in name]
+    assert wide, "no 16-byte access"
+    kinds = [touching[place][:3] for place in wide]
+    once = ["LDG"] * config.unroll + ["STG"] * config.unroll
+    copies = len(kinds) // len(once)
+    assert kinds == once * copies, touching
+    for copy in range(copies):
+        first, last = wide[copy * len(once)], wide[(copy + 1) * len(once) - 1]
+        assert last - first == len(once) - 1, touching
+        indices = config.unroll if config.layout == "tiles" else 1
+        before = touching[first - indices : first]
+        assert [name[:8] for name in before] == ["LDG.E.64"] * indices, touching
