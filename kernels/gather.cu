@@ -128,6 +128,22 @@ __device__ __forceinline__ i64 row_of(INDEX index, i64 rows) {
     return row;
 }
 
+// Whether a row has bytes to read. Every row has where the mode promises or makes a valid index.
+__device__ __forceinline__ bool readable(i64 row) {
+    return BOUNDS == UNCHECKED || BOUNDS == CLIP || row >= 0;
+}
+
+// Addresses are computed for every lane and only the accesses are predicated: a stride that is read
+// under a predicate is read after the index has arrived, and its latency adds to the load's.
+template <typename Unit>
+__device__ __forceinline__ const Unit* source_of(const char* source, const Field& field, i64 row) {
+    return (const Unit*)(source + (readable(row) ? row : 0) * field.source_stride);
+}
+template <typename Unit>
+__device__ __forceinline__ Unit* destination_of(char* destination, const Field& field, i64 position) {
+    return (Unit*)(destination + position * field.destination_stride);
+}
+
 #if LAYOUT == 0
 // Units base, base + THREADS, ... of one field, numbered through all of its rows.
 template <typename Unit>
@@ -138,32 +154,31 @@ __device__ __forceinline__ void copy_tile(const Parameters& p, unsigned k, Count
     const Count units = (Count)field.units;
     const Count total = (Count)p.count * units;
     const Count base = tile * (Count)(THREADS * UNROLL) + threadIdx.x;
-    Count position[UNROLL];
-    Count column[UNROLL];
     INDEX index[UNROLL];
-    i64 row[UNROLL];
     Unit value[UNROLL];
+    Unit* target[UNROLL];
     unsigned bad = 0;  // bit u: this thread reports the row of its unit number u
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
         const Count unit = base + (Count)(u * THREADS);
-        position[u] = divide(unit, field);
-        column[u] = unit - position[u] * units;
         index[u] = 0;
-        if (unit < total) index[u] = load_index(p, (i64)position[u]);
+        if (unit < total) index[u] = load_index(p, (i64)divide(unit, field));
     }
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
-        row[u] = row_of(index[u], field.rows);
-        if (base + (Count)(u * THREADS) < total && row[u] < 0 && column[u] == 0) bad |= 1u << u;
+        const Count unit = base + (Count)(u * THREADS);
+        const Count position = divide(unit, field);
+        const Count column = unit - position * units;
+        const i64 row = row_of(index[u], field.rows);
+        const Unit* from = source_of<Unit>(source, field, row) + column;
+        target[u] = destination_of<Unit>(destination, field, (i64)position) + column;
+        if (unit < total && !readable(row) && column == 0) bad |= 1u << u;
         value[u] = Unit();
-        if (base + (Count)(u * THREADS) < total && (BOUNDS == UNCHECKED || BOUNDS == CLIP || row[u] >= 0))
-            value[u] = load((const Unit*)(source + row[u] * field.source_stride) + column[u]);
+        if (unit < total && readable(row)) value[u] = load(from);
     }
 #pragma unroll
     for (int u = 0; u < UNROLL; u++)
-        if (base + (Count)(u * THREADS) < total)
-            store((Unit*)(destination + (i64)position[u] * field.destination_stride) + column[u], value[u]);
+        if (base + (Count)(u * THREADS) < total) store(target[u], value[u]);
 #if BOUNDS == RAISE
     // Last, and in a loop: a call between the loads would make each wait for the one before.
     for (int u = 0; bad; u++, bad >>= 1)
@@ -175,35 +190,37 @@ __device__ __forceinline__ void copy_tile(const Parameters& p, unsigned k, Count
 template <typename Unit>
 __device__ __forceinline__ void copy_chunk(const Parameters& p, unsigned k, i64 position, i64 chunk) {
     const Field& field = p.field[k];
-    i64 column = chunk * (THREADS * UNROLL) + threadIdx.x;
+    const i64 column = chunk * (THREADS * UNROLL) + threadIdx.x;
     if (chunk * (THREADS * UNROLL) >= field.units) return;
     const i64 row = row_of(load_index(p, position), field.rows);
-    const Unit* source = (const Unit*)(p.pointer[k].source + row * field.source_stride);
-    Unit* destination = (Unit*)(p.pointer[k].destination + position * field.destination_stride);
+    const Unit* from = source_of<Unit>(p.pointer[k].source, field, row) + column;
+    Unit* target = destination_of<Unit>(p.pointer[k].destination, field, position) + column;
     Unit value[UNROLL];
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
         value[u] = Unit();
-        if (column + u * THREADS < field.units && (BOUNDS == UNCHECKED || BOUNDS == CLIP || row >= 0))
-            value[u] = load(source + column + u * THREADS);
+        if (column + u * THREADS < field.units && readable(row)) value[u] = load(from + u * THREADS);
     }
 #pragma unroll
     for (int u = 0; u < UNROLL; u++)
-        if (column + u * THREADS < field.units) store(destination + column + u * THREADS, value[u]);
+        if (column + u * THREADS < field.units) store(target + u * THREADS, value[u]);
 #if BOUNDS == RAISE
-    if (row < 0 && column == 0) report(p, position, field);
+    if (!readable(row) && column == 0) report(p, position, field);
 #endif
 }
 #endif
 
-#define FOR_UNIT_OF(k, function, ...)                                   \
-    switch (p.field[k].log2_unit) {                                     \
-        case 4: function<int4>(p, k, __VA_ARGS__); break;               \
-        case 3: function<int2>(p, k, __VA_ARGS__); break;               \
-        case 2: function<int>(p, k, __VA_ARGS__); break;                \
-        case 1: function<short>(p, k, __VA_ARGS__); break;              \
-        case 0: function<signed char>(p, k, __VA_ARGS__); break;        \
-        default: function<Nothing>(p, k, __VA_ARGS__); break;           \
+// Comparisons in order of width, not a switch: its jump table is one more load from memory that no
+// earlier launch has left in the cache.
+#define FOR_UNIT_OF(k, function, ...)                                                    \
+    {                                                                                    \
+        const unsigned log2_unit = p.field[k].log2_unit;                                 \
+        if (log2_unit == 4) function<int4>(p, k, __VA_ARGS__);                           \
+        else if (log2_unit == 3) function<int2>(p, k, __VA_ARGS__);                      \
+        else if (log2_unit == 2) function<int>(p, k, __VA_ARGS__);                       \
+        else if (log2_unit == 1) function<short>(p, k, __VA_ARGS__);                     \
+        else if (log2_unit == 0) function<signed char>(p, k, __VA_ARGS__);               \
+        else function<Nothing>(p, k, __VA_ARGS__);                                       \
     }
 
 extern "C" __global__ void __launch_bounds__(THREADS) gather(const __grid_constant__ Parameters p) {

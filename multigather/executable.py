@@ -22,6 +22,12 @@ class Executable:
 
     The number of indices may differ from call to call; configs are chosen per power of two.
 
+    Attributes:
+        request: the gather; its ``count`` is 0.
+        site: names of the buffers.
+        on_cuda: whether it runs on a CUDA device.
+        runners: those made so far, by `bucket_of` the count.
+
     Args:
         request: the gather; its ``count`` is ignored.
         name: the backend that the caller asked for, or None.
@@ -30,10 +36,11 @@ class Executable:
 
     def __init__(self, request: Request, name: str | None, labels: tuple[str, ...]) -> None:
         self.request = request
+        self.on_cuda = request.device.type == "cuda"
         self._name = name
         self.site = Site(next(_plan_numbers), tuple(range(len(labels))), labels)
         faults.plans[self.site.plan] = self.site
-        self._runners: dict[int, list[tuple[Runner, tuple[int, ...]]]] = {}
+        self.runners: dict[int, Runner] = {}
         self._lock = threading.Lock()
 
     def __call__(
@@ -44,22 +51,9 @@ class Executable:
         outs: Sequence[torch.Tensor] | None,
     ) -> list[torch.Tensor]:
         """Gather; the arguments are those of `backends.base.Runner`."""
-        count = indices.shape[0]
-        bucket = (count * count).bit_length() // 2
-        runners = self._runners.get(bucket) or self._prepare(bucket)
-        if len(runners) == 1:
-            return runners[0][0](indices, shape, sources, outs)
-        results: list[torch.Tensor | None] = [None] * len(sources)
-        for runner, numbers in runners:
-            some = runner(
-                indices,
-                shape,
-                [sources[number] for number in numbers],
-                None if outs is None else [outs[number] for number in numbers],
-            )
-            for number, result in zip(numbers, some, strict=True):
-                results[number] = result
-        return results  # type: ignore[return-value]  # every field has exactly one runner
+        bucket = bucket_of(shape.numel())
+        runner = self.runners.get(bucket) or self._prepare(bucket)
+        return runner(indices, shape, sources, outs)
 
     @functools.cached_property
     def has_empty_buffer(self) -> bool:
@@ -74,16 +68,51 @@ class Executable:
             'bounds="fill" would give rows of zeros'
         )
 
-    def _prepare(self, bucket: int) -> list[tuple[Runner, tuple[int, ...]]]:
-        """Choose and make the runners for counts whose nearest power of two is ``2**bucket``."""
+    def _prepare(self, bucket: int) -> Runner:
+        """Choose and make the runner for the counts of a bucket."""
         with self._lock:
-            if bucket not in self._runners:
+            if bucket not in self.runners:
                 request = self.request.with_count(1 << bucket)
-                runners = []
+                parts = []
                 for pick in dispatch.select(request, self._name, self.site)[0]:
                     site = dataclasses.replace(self.site, numbers=pick.fields)
-                    # The fault board finds the labels by the plan's number while a runner lives.
                     runner = pick.backend.prepare(request.subset(pick.fields), pick.config, site)
-                    runners.append((runner, pick.fields))
-                self._runners[bucket] = runners
-            return self._runners[bucket]
+                    parts.append((runner, pick.fields))
+                self.runners[bucket] = parts[0][0] if len(parts) == 1 else _Parts(parts)
+            return self.runners[bucket]
+
+
+def bucket_of(count: int) -> int:
+    """Number of the bucket of a count: the exponent of the nearest power of two."""
+    return (count * count).bit_length() >> 1
+
+
+class _Parts:
+    """Several runners that share the buffers of one gather.
+
+    Args:
+        parts: each runner with the numbers of its buffers; every buffer has exactly one runner.
+    """
+
+    def __init__(self, parts: list[tuple[Runner, tuple[int, ...]]]) -> None:
+        self._parts = parts
+
+    def __call__(
+        self,
+        indices: torch.Tensor,
+        shape: torch.Size,
+        sources: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor] | None,
+    ) -> list[torch.Tensor]:
+        """See `backends.base.Runner`."""
+        results: list[torch.Tensor | None] = [None] * len(sources)
+        for runner, numbers in self._parts:
+            some = runner(
+                indices,
+                shape,
+                [sources[number] for number in numbers],
+                None if outs is None else [outs[number] for number in numbers],
+            )
+            for number, result in zip(numbers, some, strict=True):
+                results[number] = result
+        return results  # type: ignore[return-value]  # every field has exactly one runner

@@ -20,7 +20,7 @@ from cases import Slab, assert_gathered
 from conftest import HAVE_GPU, Target
 
 import multigather
-from multigather import api, faults
+from multigather import api, cache, faults
 from multigather.errors import bad_index_message
 
 ROWS = (5, 4)  # of the two buffers of the good call
@@ -93,10 +93,11 @@ def call(request: pytest.FixtureRequest, target: Target) -> Call:
 
 def index_error(target: Target, gather: Callable[[], Any]) -> str:
     """Text of the IndexError that a call ends in: its own on a CPU, `check`'s on a GPU."""
+    if target.device == "cuda":
+        gather()
+        gather = multigather.check
     with pytest.raises(IndexError) as caught:
         gather()
-        if target.device == "cuda":
-            multigather.check()
     return str(caught.value)
 
 
@@ -123,8 +124,8 @@ def index_error(target: Target, gather: Callable[[], Any]) -> str:
         ),
     ],
     ids=[
-        "bool", "float32", "bfloat16", "complex64", "list", "int", "slice", "None", "numpy", "sparse",
-        "nested", "jagged",
+        "bool", "float32", "bfloat16", "complex64", "list", "int", "slice", "None", "numpy",
+        "sparse", "nested", "jagged",
     ],
 )  # fmt: skip
 def test_indices_that_are_no_integer_tensor(
@@ -339,7 +340,7 @@ def test_outputs_where_there_is_nothing_to_gather(target: Target) -> None:
     indices = torch.tensor([0], device=target.device)
     out = torch.zeros(1, device=target.device)
     for bufs, wrong in (((), (out,)), ((), out), ((None,), (out,)), ((None,), ()), (({},), (out,))):
-        with pytest.raises(ValueError, match="^out must "):
+        with pytest.raises(ValueError, match=r"^out must "):
             multigather.gather(indices, *bufs, out=wrong, backend=target.backend)
     assert multigather.gather(indices, out=(), backend=target.backend) == ()
     assert multigather.gather(indices, None, out=(None,), backend=target.backend) == (None,)
@@ -379,7 +380,11 @@ def test_output_whose_rows_are_not_contiguous(call: Call) -> None:
 def test_outputs_whose_rows_overlap(call: Call) -> None:
     """ValueError for every way of giving two output rows the same memory."""
     memory = torch.zeros(64, device=call.target.device)
-    for out in (memory[:3].expand(3, 3), memory.as_strided((3, 3), (2, 1)), memory.as_strided((3, 3), (0, 1))):
+    for out in (
+        memory[:3].expand(3, 3),
+        memory.as_strided((3, 3), (2, 1)),
+        memory.as_strided((3, 3), (0, 1)),
+    ):
         call.out[0] = out
         call.refused(ValueError, "out[0]", str(out.stride()), "overlap one another")
     call.indices = torch.tensor([[2, 0, 1], [3, 4, 1]], device=call.target.device)
@@ -453,7 +458,9 @@ def test_disjoint_columns_of_one_table(target: Target, count: int) -> None:
     before = table.clone()
     buffer, indices = table[:, 1:4], table[:count, 0]
     outs = (table[:count, 5:8], table[6 - count :, 8:10])
-    multigather.gather(indices, buffer, table[:, 4:5], out=(outs[0], outs[1][:, :1]), backend=target.backend)
+    multigather.gather(
+        indices, buffer, table[:, 4:5], out=(outs[0], outs[1][:, :1]), backend=target.backend
+    )
     assert torch.equal(outs[0], before[before[:count, 0], 1:4])
     assert torch.equal(outs[1][:, :1], before[before[:count, 0], 4:5])
     table[:count, 5:8] = before[:count, 5:8]
@@ -496,9 +503,7 @@ def test_bad_index_is_named_by_its_coordinates(
     indices = torch.zeros(shape, dtype=torch.int64, device=target.device)
     indices.view(-1)[position] = -8
     buffer = Slab(7, (2,), torch.int16, target.device).tensor
-    text = index_error(
-        target, lambda: multigather.gather(indices, buffer, backend=target.backend)
-    )
+    text = index_error(target, lambda: multigather.gather(indices, buffer, backend=target.backend))
     if target.device == "cuda":
         where = f"indices.flatten()[{position}]"
     wanted = f"{where} is -8, out of range for bufs[0] with 7 rows (-7 <= index < 7)"
@@ -524,6 +529,28 @@ def test_bad_index_names_the_buffer_inside_containers(target: Target) -> None:
     assert "for bufs[3] with 3 rows" in error(None, large, None, small)
     assert "for bufs[0]['b'][1] with 3 rows" in error({"a": None, "b": (large, small)})
     assert "for bufs[0]['a'][1] with 3 rows" in error({"a": (large, small), "b": None})
+
+
+def test_bad_index_where_two_backends_share_the_work(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A buffer that the kernel leaves to torch keeps its own name, and so do the others."""
+    rules = [cache.Rule("any", name, {}, {}, "test") for name in (target.backend, "torch")]
+    monkeypatch.setattr(cache, "default_rules", lambda: tuple(rules))
+    api._executables.clear()
+    plain, columns = (
+        torch.zeros(9, 2, device=target.device),
+        torch.zeros(2, 9, device=target.device).t(),
+    )
+    indices = torch.tensor([1, 4], device=target.device)
+    for place in range(4):
+        bufs = [plain, columns, plain, columns]
+        bufs[place] = bufs[place][:3]
+        text = index_error(target, lambda bufs=bufs: multigather.gather(indices, *bufs))
+        assert f"[1] is 4, out of range for bufs[{place}] with 3 rows" in text
+    picks = multigather.explain(indices, plain, columns).picks
+    assert len(picks) == 1 + (target.backend != "torch")
+    api._executables.clear()
 
 
 def test_first_bad_pair_is_the_one_named(target: Target) -> None:
@@ -560,8 +587,9 @@ def test_bad_index_keeps_its_value(target: Target, value: int, dtype: torch.dtyp
     buffer = Slab(6, (3,), torch.uint8, target.device).tensor
     text = index_error(target, lambda: multigather.gather(indices, buffer, backend=target.backend))
     assert f"[1] is {value}, out of range for bufs[0] with 6 rows" in text
-    (output,) = multigather.gather(indices, buffer, bounds="fill", backend=target.backend)
-    assert_gathered(output, indices, buffer, "fill")
+    for bounds in ("fill", "clip"):
+        (output,) = multigather.gather(indices, buffer, bounds=bounds, backend=target.backend)
+        assert_gathered(output, indices, buffer, bounds)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -701,7 +729,7 @@ def test_backend_for_another_device_refuses(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_explain_checks_as_gather_does(target: Target) -> None:
-    """explain refuses what gather refuses."""
+    """Explain refuses what gather refuses."""
     buffer = torch.zeros(3, device=target.device)
     indices = torch.tensor([0], device=target.device)
     with pytest.raises(TypeError, match="indices must have an integer dtype"):
@@ -978,7 +1006,11 @@ def test_pending_fault_is_raised_by_the_next_look(monkeypatch: pytest.MonkeyPatc
     board = faults.board_of(device)
     assert faults.board_of(device) is board
     faults.raise_pending(device)
-    for look in (lambda: faults.raise_pending(device), multigather.check, lambda: multigather.check("cpu")):
+    for look in (
+        lambda: faults.raise_pending(device),
+        multigather.check,
+        lambda: multigather.check("cpu"),
+    ):
         write(board, ticket_of(board), position=1, value=2)
         with pytest.raises(IndexError, match=r"flatten\(\)\[1\] is 2"):
             look()

@@ -43,10 +43,11 @@ def gather_anyhow(
 
 def index_error(target: Target, call: Callable[[], Any]) -> str:
     """Text of the IndexError that a call ends in: its own on a CPU, `check`'s on a GPU."""
+    if target.device == "cuda":
+        call()
+        call = multigather.check
     with pytest.raises(IndexError) as caught:
         call()
-        if target.device == "cuda":
-            multigather.check()
     return str(caught.value)
 
 
@@ -221,7 +222,7 @@ def test_fill_is_zero_bytes_in_every_dtype(target: Target) -> None:
 
 
 def test_fill_is_zero_bytes_in_lazily_negated_views(target: Target) -> None:
-    """pytorch#54987: a lazy bit turns the buffer's rows, not the zeros of missing ones, into -0.0."""
+    """pytorch#54987: a lazy bit turns the buffer's rows, not the zeros of missing ones."""
     values = torch.view_as_complex(torch.ones(4, 3, 2, device=target.device))
     for shape in ((4,), (2, 2), ()):
         indices = torch.full(shape, -1, dtype=torch.int64, device=target.device)
@@ -346,7 +347,9 @@ def test_more_indices_than_a_short_grid_axis_has(target: Target, count: int) -> 
     if target.name == "triton-interpreter" and count != 65537:
         pytest.skip("Triton's interpreter takes seconds for each of these; one of them shows it")
     width = 1 if target.device == "cpu" else 1024
-    buffer = (torch.arange(251 * width, device=target.device) % 249).to(torch.uint8).view(251, width)
+    buffer = (
+        (torch.arange(251 * width, device=target.device) % 249).to(torch.uint8).view(251, width)
+    )
     indices = torch.arange(count, device=target.device) * 7 % 251
     (output,) = gather(target, indices, buffer)
     assert torch.equal(output, buffer.index_select(0, indices))
@@ -480,9 +483,7 @@ def test_layouts(target: Target, name: str) -> None:
 def test_every_layout_in_one_call(target: Target) -> None:
     """FBGEMM#1942: odd layouts beside plain ones, where a temporary copy could die too early."""
     plain = Slab(4, (6,), torch.int64, target.device).tensor
-    buffers = [
-        buffer for buffer in layouts(target.device).values() if buffer.shape[0] >= 4
-    ]
+    buffers = [buffer for buffer in layouts(target.device).values() if buffer.shape[0] >= 4]
     indices = torch.tensor([3, 0, -4], device=target.device)
     for _ in range(3):
         outputs = gather_anyhow(target, indices, plain, *buffers, plain)
@@ -580,7 +581,7 @@ FLOAT8 = sorted(name for name in vars(torch) if name.startswith("float8_"))
 
 @pytest.mark.parametrize("name", [*FLOAT8, "float4_e2m1fn_x2"])
 def test_small_floats(target: Target, name: str) -> None:
-    """pytorch#133605, pytorch#169656: fp8 and fp4 rows are copied though torch cannot index them."""
+    """pytorch#133605, pytorch#169656: fp8 and fp4 rows are copied, which torch cannot index."""
     slab = Slab(4, (5,), getattr(torch, name), target.device)
     indices = torch.tensor([0, 3], device=target.device)
     (output,) = gather(target, indices, slab.tensor)
@@ -737,7 +738,7 @@ print("the context is alive")
 @pytest.mark.gpu
 @on_every_gpu_backend
 def test_bad_index_does_not_kill_the_context(gpu_backend: str) -> None:
-    """pytorch#71572: a catchable IndexError, and the GPU goes on working, in a process of its own."""
+    """pytorch#71572: in a process of its own, a catchable error and a GPU that works on."""
     command = [sys.executable, "-c", BAD_INDEX_SCRIPT, gpu_backend]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -774,7 +775,11 @@ def test_runs_on_the_current_stream(gpu_backend: str) -> None:
     fresh = torch.arange(20.0, device="cuda").view(5, 4)
     multigather.gather(indices, buffer, backend=gpu_backend)  # compiled before the clock runs
     torch.cuda.synchronize()
-    for stream in (torch.cuda.Stream(), torch.cuda.Stream(priority=-1), torch.cuda.default_stream()):
+    for stream in (
+        torch.cuda.Stream(),
+        torch.cuda.Stream(priority=-1),
+        torch.cuda.default_stream(),
+    ):
         with torch.cuda.stream(stream):
             buffer.zero_()
             out = torch.zeros(2, 4, device="cuda")
@@ -828,7 +833,9 @@ def test_bad_index_in_a_replay(gpu_backend: str) -> None:
     for bad in (4, -5, 100):
         indices.copy_(torch.tensor([1, bad]))
         graph.replay()
-        with pytest.raises(IndexError, match=rf"\[1\] is {bad}, out of range for bufs\[0\] with 4 rows"):
+        with pytest.raises(
+            IndexError, match=rf"\[1\] is {bad}, out of range for bufs\[0\] with 4 rows"
+        ):
             multigather.check()
         assert torch.equal(out[0], buffer[1])
         assert not out[1].any()

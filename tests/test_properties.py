@@ -17,8 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import multigather
-from multigather.backends.base import flat_row_stride
+from multigather.backends.base import Destination, copy_unit, flat_row_stride
 from multigather.outputs import share_memory
+from multigather.request import Field, power_of_two_divisor
 
 # On a GPU a new layout is compiled, in about a second by Triton.
 EXAMPLES = {"triton-gpu": 30, "cupy-gpu": 60, "triton-interpreter": 200}
@@ -48,6 +49,17 @@ def settled(target: Target | None = None, examples: int = 300) -> settings:
     )
 
 
+VIEWS = {
+    "all": lambda rows: rows,
+    "every second row": lambda rows: rows[::2],
+    "without the first row": lambda rows: rows[1:],
+    "one row, seen many times": lambda rows: rows[:1].expand(7, *rows.shape[1:]),
+    # Rows that are not contiguous, for the torch backend.
+    "last dimension first": lambda rows: rows.movedim(-1, 0),
+    "every second element": lambda rows: rows[..., ::2],
+}
+
+
 @dataclass(frozen=True)
 class Rows:
     """A tensor made of rows in poisoned memory.
@@ -58,7 +70,7 @@ class Rows:
         dtype: element type.
         offset: elements by which the address misses a multiple of 16 bytes.
         gap: elements between rows.
-        view: what of it the buffer is; see `source`.
+        view: what of it the tensor is, a key of `VIEWS`.
     """
 
     count: int
@@ -68,25 +80,13 @@ class Rows:
     gap: int
     view: str = "all"
 
-    def slab(self, device: str, seed: int) -> Slab:
+    def make(self, device: str, seed: int = 0) -> tuple[Slab, torch.Tensor]:
+        """The memory, and the tensor in it."""
         size = self.dtype.itemsize
-        return Slab(
+        slab = Slab(
             self.count, self.shape, self.dtype, device, self.offset * size, self.gap * size, seed
         )
-
-    def source(self, slab: Slab) -> torch.Tensor:
-        tensor = slab.tensor
-        if self.view == "every second row":
-            return tensor[::2]
-        if self.view == "without the first row":
-            return tensor[1:]
-        if self.view == "one row, seen many times":
-            return tensor[:1].expand(7, *self.shape)
-        if self.view == "last dimension first":
-            return tensor.movedim(-1, 0)
-        if self.view == "every second element":
-            return tensor[..., ::2]
-        return tensor
+        return slab, VIEWS[self.view](slab.tensor)
 
 
 @dataclass(frozen=True)
@@ -118,35 +118,12 @@ class Case:
             holder = torch.full((*shape[:-1], 2 * shape[-1] + 1), 99).to(self.index_dtype)
             holder[..., 1::2] = dense
             return holder.to(device)[..., 1::2]
-        if self.index_layout == "transposed":
-            return dense.movedim(0, -1).contiguous().to(device).movedim(-1, 0) if shape else dense.to(device)
+        if self.index_layout == "transposed" and shape:
+            return dense.movedim(0, -1).contiguous().to(device).movedim(-1, 0)
         if self.index_layout == "unaligned":
             holder = torch.cat([dense.new_zeros(1), dense.view(-1)])
             return holder.to(device)[1:].view(shape)
         return dense.to(device)
-
-
-def sources_of(case: Case, device: str) -> tuple[list[Slab], list[Any]]:
-    """Slabs of a case's buffers, and the arguments for the call."""
-    slabs, arguments = [], []
-    for number, rows in enumerate(case.buffers):
-        if rows is None:
-            arguments.append(None)
-            continue
-        slab = rows.slab(device, seed=number + 1)
-        slabs.append(slab)
-        arguments.append(rows.source(slab))
-    return slabs, arguments
-
-
-def row_counts(buffers: tuple[Rows | None, ...]) -> list[int]:
-    """Row counts of the buffers of a case."""
-    counts = []
-    for rows in buffers:
-        if rows is not None:
-            (_, (source,)) = sources_of(Case((rows,), None, torch.int64, (0,), "dense", (), ""), "cpu")
-            counts.append(source.shape[0])
-    return counts
 
 
 @st.composite
@@ -183,23 +160,21 @@ def rows_of(draw: st.DrawFn, views: tuple[str, ...]) -> Rows:
 @st.composite
 def cases(draw: st.DrawFn, target: Target) -> Case:
     """A gather that the target's backend accepts, with good or bad indices."""
-    views = ("all", "all", "all", "every second row", "without the first row", "one row, seen many times")
-    if target.backend == "torch":
-        views += ("last dimension first", "every second element")
+    views = (
+        ("all", "all", *VIEWS) if target.backend == "torch" else ("all", "all", *list(VIEWS)[:4])
+    )
     # One and three buffers: the sizes of gather.cu's field table are 1 and 4, fewer compilations.
     number = draw(st.sampled_from((1, 3)))
     buffers: list[Rows | None] = [draw(rows_of(views)) for _ in range(number)]
-    counts = row_counts(tuple(buffers))
-    if draw(st.booleans()):
-        buffers.insert(draw(st.integers(0, number)), None)
-
+    tensors = [rows.make("cpu")[1] for rows in buffers]
+    least = min(tensor.shape[0] for tensor in tensors)
     bounds = draw(st.sampled_from(("raise", "raise", "fill", "clip", "unchecked")))
     index_dtype = draw(st.sampled_from(INDEX_DTYPES))
     index_shape = draw(
         st.sampled_from(((3,), (5,), (9,), (2, 3), (3, 1), (2, 2, 2), (1,), (), (0,), (2, 0, 2)))
     )
     largest, smallest = torch.iinfo(index_dtype).max, torch.iinfo(index_dtype).min
-    low, high = (-min(counts) if bounds == "raise" else 0), min(counts) - 1
+    low, high = (-least if bounds == "raise" else 0), least - 1
     good = st.integers(max(low, smallest), high) if high >= 0 else None
     anything = st.one_of(
         st.integers(max(-15, smallest), min(15, largest)),
@@ -215,49 +190,61 @@ def cases(draw: st.DrawFn, target: Target) -> Case:
     elements = math.prod(index_shape)
     chosen = draw(st.lists(values, min_size=elements, max_size=elements)) if elements else []
 
-    outs = None
+    outs: list[Rows | None] | None = None
     if draw(st.sampled_from((True, True, False))):
-        outs = tuple(
-            rows
-            and Rows(
+        outs = [
+            Rows(
                 elements,
-                tuple(sources_of(Case((rows,), None, index_dtype, (0,), "", (), ""), "cpu")[1][0].shape[1:]),
+                tuple(tensor.shape[1:]),
                 rows.dtype,
                 draw(st.integers(0, 15 // rows.dtype.itemsize)),
                 draw(st.sampled_from((0, 0, 1, 5, 16))),
             )
-            for rows in buffers
-        )
+            for rows, tensor in zip(buffers, tensors, strict=True)
+        ]
+    if draw(st.booleans()):
+        place = draw(st.integers(0, number))
+        for items in (buffers, outs):
+            if items is not None:
+                items.insert(place, None)
+    layouts = ("dense", "dense", "strided", "transposed", "unaligned")
     return Case(
         buffers=tuple(buffers),
-        outs=outs,
+        outs=None if outs is None else tuple(outs),
         index_dtype=index_dtype,
         index_shape=index_shape,
-        index_layout=draw(st.sampled_from(("dense", "dense", "strided", "transposed", "unaligned"))),
+        index_layout=draw(st.sampled_from(layouts)),
         values=tuple(chosen),
         bounds=bounds,
     )
+
+
+def placed(
+    items: tuple[Rows | None, ...], device: str
+) -> tuple[list[Slab], list[torch.Tensor | None]]:
+    """The memory of tensors, and the tensors, with None where None stands."""
+    made = [rows and rows.make(device, seed) for seed, rows in enumerate(items)]
+    return [each[0] for each in made if each], [each and each[1] for each in made]
+
+
+def shaped(out: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Rows as an output for indices of this shape."""
+    shape = (*shape, *out.shape[1:])
+    return out.view(shape) if math.prod(shape) else out.new_empty(shape)
 
 
 def run(target: Target, case: Case) -> None:
     """Gather, and check error, bytes, layout and guards."""
     indices = case.indices(target.device)
     assert indices.flatten().tolist() == list(case.values)
-    slabs, buffers = sources_of(case, target.device)
+    slabs, buffers = placed(case.buffers, target.device)
     tensors = [buffer for buffer in buffers if buffer is not None]
     out_slabs, outs = [], None
     if case.outs is not None:
-        outs = []
-        for rows in case.outs:
-            if rows is None:
-                outs.append(None)
-                continue
-            slab = rows.slab(target.device, seed=0)
+        out_slabs, outs = placed(case.outs, target.device)
+        for slab in out_slabs:
             slab.poison()
-            out_slabs.append(slab)
-            shape = (*indices.shape, *rows.shape)
-            empty = not math.prod(shape)
-            outs.append(slab.tensor.new_empty(shape) if empty else slab.tensor.view(shape))
+        outs = [out if out is None else shaped(out, indices.shape) for out in outs]
 
     def gather() -> tuple[Any, ...]:
         return multigather.gather(
@@ -394,3 +381,27 @@ def test_row_stride_of_flattened_dimensions(shape: list[int], strides: list[int]
         assert given_stride == steps.pop()
     else:
         assert given_stride is None
+
+
+@settled(examples=400)
+@given(
+    st.lists(st.sampled_from((*range(1, 9), 12, 16, 24, 32, 48, 64)), min_size=5, max_size=5),
+    st.sampled_from((1, 2, 4, 8, 16)),
+)
+def test_copy_unit_divides_sizes_strides_and_addresses(numbers: list[int], factor: int) -> None:
+    """The unit is the widest one that both addresses, both row strides and the row size allow."""
+    row_bytes, source_stride, stride, source_address, address = (each * factor for each in numbers)
+    source = Field(
+        dtype=torch.uint8,
+        rows=2,
+        row_shape=(row_bytes,),
+        row_bytes=row_bytes,
+        row_stride_bytes=source_stride,
+        contiguous_rows=True,
+        alignment=power_of_two_divisor(source_address),
+    )
+    unit = copy_unit(source, Destination(stride, power_of_two_divisor(address)))
+    fits = [
+        width for width in (1, 2, 4, 8, 16) if not any(each * factor % width for each in numbers)
+    ]
+    assert unit == fits[-1]

@@ -16,6 +16,9 @@ from ..bounds import as_int64, raise_if_bad, resolve
 from ..request import Request, Site
 from .base import Config, Refusal, Runner, flat_row_stride
 
+# As a function it costs a quarter less than as a method, about a microsecond per buffer.
+index_select = torch.index_select
+
 # Types that index_select copies unchanged on every device. The others (bool, whose odd bytes must
 # survive, fp8, fp4 pairs, complex, unsigned) are copied as integers of the same size.
 PLAIN = frozenset(
@@ -67,6 +70,7 @@ class _Runner:
             None if field.dtype in PLAIN else SAME_SIZE[field.dtype.itemsize]
             for field in request.fields
         ]
+        self._all_plain = not any(self._views)
         # index_select checks no index where there is nothing to copy.
         self._empty_rows = any(not field.row_bytes for field in request.fields)
         self._on_cpu = request.device.type in ("cpu", "meta")
@@ -84,6 +88,8 @@ class _Runner:
         if outs is not None or self._empty_rows or self._check_first or not self._on_cpu:
             return self._checked(indices, plain, shape, sources, outs)
         try:
+            if self._all_plain and len(shape) == 1:
+                return [index_select(source, 0, plain) for source in sources]
             return [
                 self._select(number, source, plain, shape, None)
                 for number, source in enumerate(sources)
@@ -154,13 +160,13 @@ class _Runner:
         if view is not None:
             source = source.view(view)
         if out is None:
-            result = source.index_select(0, rows)
+            result = index_select(source, 0, rows)
             if view is not None:
                 result = result.view(self._request.fields[number].dtype)
             if len(shape) != 1:
                 result = result.view((*shape, *source.shape[1:]))
             return result
-        torch.index_select(source, 0, rows, out=self._flat(number, out, len(rows)))
+        index_select(source, 0, rows, out=self._flat(number, out, len(rows)))
         return out
 
     def _flat(self, number: int, out: torch.Tensor, count: int) -> torch.Tensor:

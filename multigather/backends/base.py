@@ -157,7 +157,9 @@ class KernelRunner:
         make: Callable[[tuple[int, ...], int, Sequence[Destination]], Callable[..., None]],
     ) -> None:
         self.request = request
-        self.groups = balanced_groups(len(request.fields), capacity)
+        # Widest first: the blocks of a narrow field then fill the end of the launch.
+        order = sorted(range(len(request.fields)), key=lambda k: -request.fields[k].row_bytes)
+        self.groups = balanced_groups(order, capacity)
         self._make = make
         self._launches: dict[tuple[Any, ...], list[Callable[..., None]]] = {}
         self._lock = threading.Lock()
@@ -201,11 +203,11 @@ class KernelRunner:
         return launches
 
 
-def balanced_groups(fields: int, capacity: int) -> list[tuple[int, ...]]:
+def balanced_groups(fields: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
     """Field numbers split into the fewest groups of at most ``capacity``, of nearly equal size."""
-    groups = max(1, -(-fields // capacity))
-    bounds = [fields * group // groups for group in range(groups + 1)]
-    return [tuple(range(a, b)) for a, b in itertools.pairwise(bounds)]
+    groups = max(1, -(-len(fields) // capacity))
+    bounds = [len(fields) * group // groups for group in range(groups + 1)]
+    return [tuple(fields[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
 def copy_unit(field: Field, destination: Destination) -> int:
