@@ -77,8 +77,10 @@ def gather(
             if executable.on_cuda:
                 faults.raise_pending(executable.request.device)
             shape = indices.shape
-            run = executable.runners.get(bucket_of(shape[0])) or executable
-            return tuple(run(indices, shape, bufs, None))
+            run = executable.fast.get(bucket_of(shape[0]))
+            results = run(indices, shape, bufs) if run is not None else None
+            if results is not None:
+                return results
     leaves, spec = _flatten(bufs)
     tensors = [leaf for leaf in leaves if leaf is not None]
     key = _key(indices, leaves, bounds, backend, spec)

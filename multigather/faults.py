@@ -97,7 +97,9 @@ class Board:
         self, records: list[tuple[int, ...]], count: int, shape: tuple[int, ...] | None
     ) -> IndexError:
         if not records:
-            return IndexError(f"{count} bad indices on {self.device}; the first ones' details are lost")
+            return IndexError(
+                f"{count} bad indices on {self.device}; the first ones' details are lost"
+            )
         # The lowest ticket's call is the first; within it, tickets come in no particular order.
         plan = records[0][1]
         record = min((r for r in records if r[1] == plan), key=lambda r: (r[2], r[4]))
@@ -166,8 +168,13 @@ def check(device: torch.device | str | int | None = None) -> None:
     if device is None:
         devices = list(_boards)
     else:
-        wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        if wanted.type not in ("cuda", "cpu"):
+        wanted = None
+        try:
+            number = isinstance(device, int)
+            wanted = torch.device("cuda", device) if number else torch.device(device)
+        except (RuntimeError, TypeError):
+            pass  # torch knows no such device
+        if wanted is None or wanted.type not in ("cuda", "cpu"):
             raise ValueError(f"device must be a CUDA device or None, got {device!r}")
         if wanted.type == "cuda" and wanted.index is None:
             wanted = torch.device("cuda", torch.cuda.current_device())
@@ -181,5 +188,3 @@ def check(device: torch.device | str | int | None = None) -> None:
                 )
             torch.cuda.synchronize(wanted)
         raise_pending(wanted)
-
-

@@ -39,7 +39,7 @@ def no_warning_about_complex_half() -> Iterator[None]:
 
 
 def settled(target: Target | None = None, examples: int = 300) -> settings:
-    """Settings that give the same examples in every run and leave no file."""
+    """Settings that give the same examples in every run, however slow it is."""
     return settings(
         max_examples=EXAMPLES.get(target.name, examples) if target else examples,
         deadline=None,

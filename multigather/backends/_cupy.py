@@ -6,13 +6,12 @@ copied to the device before a launch and a captured launch keeps what it needs.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib.metadata
 import importlib.util
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, ClassVar
@@ -20,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from .. import faults
+from ..launch import Launch
 from ..request import Request, Site
 from .base import (
     Config,
@@ -186,26 +186,25 @@ class CudaBackend:
         """See `base.Backend.prepare`."""
         assert isinstance(config, CudaConfig)
         most = self.capacity(request.device)
-        make = functools.partial(_Launch, self, request, config, site, most)
+        make = functools.partial(_launch_of, self, request, config, site, most)
         return KernelRunner(request, most, make)
 
     def capacity(self, device: torch.device) -> int:
         """Most fields that one launch can carry on the device."""
         return _capacity(device.index)
 
-    def load(self, specialisation: Specialisation, device: torch.device) -> int:
-        """The compiled function's handle, valid on the device."""
-        return _load(specialisation, device.index)
-
-    def launch(self, function: int, grid: int, threads: int, device: torch.device, parameters: int) -> None:
-        """Launch on torch's current stream of the device; ``parameters`` is an address."""
-        stream = torch.cuda.current_stream(device).cuda_stream
-        driver = _driver()
-        if torch.cuda.current_device() == device.index:
-            driver.launchKernel(function, grid, 1, 1, threads, 1, 1, 0, stream, parameters, 0)
-        else:
-            with torch.cuda.device(device):
-                driver.launchKernel(function, grid, 1, 1, threads, 1, 1, 0, stream, parameters, 0)
+    def launch_of(
+        self,
+        specialisation: Specialisation,
+        grid: int,
+        threads: int,
+        device: torch.device,
+        pointers: int,
+        constants: bytes,
+    ) -> Any:
+        """The launch of a compiled variant; the structure is the function's only parameter."""
+        function = _load(specialisation, device.index)
+        return Launch(function, grid, threads, 0, device.index, pointers, constants, (0,))
 
 
 def legal(request: Request, config: CudaConfig) -> bool:
@@ -217,114 +216,61 @@ def legal(request: Request, config: CudaConfig) -> bool:
     return request.count * chunks <= MOST_BLOCKS
 
 
-class _Launch:
-    """One launch for a fixed count and fixed layouts; only the pointers are still open.
-
-    The structure's constant words are written once. A call borrows a copy of it: a launch reads
-    the parameters with the interpreter's lock released, so two threads must not share one.
-    """
-
-    def __init__(
-        self,
-        backend: CudaBackend,
-        request: Request,
-        config: CudaConfig,
-        site: Site,
-        most: int,
-        numbers: tuple[int, ...],
-        count: int,
-        destinations: Sequence[Destination],
-    ) -> None:
-        self._backend = backend
-        self._device = request.device
-        self._numbers = numbers
-        self._threads = config.threads
-        # One fault is recorded per field, so a field of empty rows is "copied" as one unit of size 0.
-        logs, units = [], []
-        for number in numbers:
-            field, unit = request.fields[number], copy_unit(request.fields[number], destinations[number])
-            logs.append(unit.bit_length() - 1 if field.row_bytes else 5)
-            units.append(field.row_bytes // unit if field.row_bytes else 1)
-        tile = config.threads * config.unroll
-        wide = config.layout == "tiles" and max(units) * count + tile >= 2**31
-        chunks = -(-max(units) // tile)
-        tiles = [-(-count * each // tile) for each in units]
-        self._grid = sum(tiles) if config.layout == "tiles" else count * chunks
-        if self._grid > MOST_BLOCKS:
-            raise ValueError(
-                f"{count} indices need {self._grid} thread blocks in one launch, which has at most "
-                f"{MOST_BLOCKS}; gather in several calls"
-            )
-        capacity = capacity_for(len(numbers), most)
-        self._function = backend.load(
-            Specialisation(capacity, request.index_dtype, request.bounds, wide, config),
-            request.device,
+def _launch_of(
+    backend: CudaBackend,
+    request: Request,
+    config: CudaConfig,
+    site: Site,
+    most: int,
+    numbers: tuple[int, ...],
+    count: int,
+    index_stride: int,
+    destinations: Sequence[Destination],
+) -> Any:
+    """The launch of some fields, see `base.KernelRunner`."""
+    # One fault is recorded per field, so a field of empty rows is "copied" as one unit of size 0.
+    logs, units = [], []
+    for number in numbers:
+        field, unit = request.fields[number], copy_unit(request.fields[number], destinations[number])
+        logs.append(unit.bit_length() - 1 if field.row_bytes else 5)
+        units.append(field.row_bytes // unit if field.row_bytes else 1)
+    tile = config.threads * config.unroll
+    wide = config.layout == "tiles" and max(units) * count + tile >= 2**31
+    chunks = -(-max(units) // tile)
+    tiles = [-(-count * each // tile) for each in units]
+    grid = sum(tiles) if config.layout == "tiles" else count * chunks
+    if grid > MOST_BLOCKS:
+        raise ValueError(
+            f"{count} indices need {grid} thread blocks in one launch, which has at most "
+            f"{MOST_BLOCKS}; gather in several calls"
         )
-        board = faults.board_of(request.device).address if request.bounds == "raise" else 0
-        # struct Parameters of gather.cu: pointers, head, fields.
-        self._pointers = struct.Struct(f"={1 + 2 * len(numbers)}Q")
-        body = bytearray(self._pointers.size)
-        body += bytes(16 * (capacity - len(numbers)))
-        self._stride_at = len(body)
-        body += struct.pack("=qqQQQQ", 0, count, board, site.plan, chunks, len(numbers))
-        first = 0
-        for place, number in enumerate(numbers):
-            field = request.fields[number]
-            magic, shift = multiplier(units[place]) if not wide else (0, 0)
-            body += struct.pack(
-                "=qqqqIIIII4x",
-                field.rows,
-                field.row_stride_bytes,
-                destinations[number].row_stride_bytes,
-                units[place],
-                first,
-                logs[place],
-                magic,
-                shift,
-                site.numbers[number],
-            )
-            first += tiles[place]
-        spare = struct.pack("=32xI20x", NO_TILE)
-        body += spare * (capacity - len(numbers))
-        self._template = bytes(body)
-        self._pool: list[_Parameters] = []
-
-    def __call__(
-        self,
-        indices: torch.Tensor,
-        shape: torch.Size,
-        sources: Sequence[torch.Tensor],
-        outs: Sequence[torch.Tensor],
-    ) -> None:
-        try:
-            parameters = self._pool.pop()
-        except IndexError:
-            parameters = _Parameters(self._template)
-        addresses = [indices.data_ptr()]
-        for number in self._numbers:
-            addresses += (sources[number].data_ptr(), outs[number].data_ptr())
-        self._pointers.pack_into(parameters.memory, 0, *addresses)
-        struct.pack_into("=q", parameters.memory, self._stride_at, indices.stride(0))
-        self._backend.launch(
-            self._function, self._grid, self._threads, self._device, parameters.address
+    capacity = capacity_for(len(numbers), most)
+    specialisation = Specialisation(capacity, request.index_dtype, request.bounds, wide, config)
+    board = faults.board_of(request.device).address if request.bounds == "raise" else 0
+    # What follows the pointers in struct Parameters of gather.cu: free places, head, fields.
+    constants = bytearray(16 * (capacity - len(numbers)))
+    constants += struct.pack(
+        "=qqQQQQ", index_stride, count, board, site.plan, chunks, len(numbers)
+    )
+    first = 0
+    for place, number in enumerate(numbers):
+        field = request.fields[number]
+        constants += struct.pack(
+            "=qqqqIIIII4x",
+            field.rows,
+            field.row_stride_bytes,
+            destinations[number].row_stride_bytes,
+            units[place],
+            first,
+            logs[place],
+            *(multiplier(units[place]) if not wide else (0, 0)),
+            site.numbers[number],
         )
-        self._pool.append(parameters)
-
-
-class _Parameters:
-    """Memory of one parameter structure and the pointer array that the driver takes."""
-
-    def __init__(self, template: bytes) -> None:
-        self.memory = (ctypes.c_char * len(template)).from_buffer(bytearray(template))
-        self._array = (ctypes.c_void_p * 1)(ctypes.addressof(self.memory))
-        self.address = ctypes.addressof(self._array)
-
-
-@functools.cache
-def _driver() -> Any:
-    from cupy.cuda import driver
-
-    return driver
+        first += tiles[place]
+    constants += struct.pack("=32xI20x", NO_TILE) * (capacity - len(numbers))
+    return backend.launch_of(
+        specialisation, grid, config.threads, request.device, 1 + 2 * len(numbers), bytes(constants)
+    )
 
 
 @functools.cache

@@ -102,6 +102,12 @@ class _Runner:
         self._check_first = True
         return results
 
+    def fast(
+        self, indices: torch.Tensor, shape: torch.Size, sources: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """A repeated call, see `base.Runner`."""
+        return tuple(self(indices, shape, sources, None))
+
     def _checked(
         self,
         original: torch.Tensor,

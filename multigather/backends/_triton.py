@@ -8,7 +8,8 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ import torch
 
 from .. import faults
 from ..bounds import raise_if_bad
+from ..launch import Launch
 from ..request import Request, Site
 from .base import (
     Config,
@@ -111,103 +113,175 @@ class TritonBackend:
     def prepare(self, request: Request, config: Config, site: Site) -> Runner:
         """See `base.Backend.prepare`."""
         assert isinstance(config, TritonConfig)
-        make = functools.partial(_Launch, request, config, site)
+        make = functools.partial(_launch_of, request, config, site)
         runner = KernelRunner(request, CAPACITY, make)
         if request.device.type == "cpu" and request.bounds == "raise":
             return functools.partial(_run_on_cpu, runner, site)
         return runner
 
 
-class _Launch:
-    """One launch for a fixed count and fixed layouts; only the pointers are still open."""
-
-    def __init__(
-        self,
-        request: Request,
-        config: TritonConfig,
-        site: Site,
-        numbers: tuple[int, ...],
-        count: int,
-        destinations: Sequence[Destination],
-    ) -> None:
-        self._request = request
-        self._numbers = numbers
-        fields = [request.fields[number] for number in numbers]
-        units = [copy_unit(request.fields[number], destinations[number]) for number in numbers]
+def _launch_of(
+    request: Request,
+    config: TritonConfig,
+    site: Site,
+    numbers: tuple[int, ...],
+    count: int,
+    index_stride: int,
+    destinations: Sequence[Destination],
+) -> Callable[[Sequence[int]], None]:
+    """The launch of some fields, see `base.KernelRunner`."""
+    fields = [request.fields[number] for number in numbers]
+    units = [copy_unit(request.fields[number], destinations[number]) for number in numbers]
+    elements = [field.row_bytes // min(unit, 8) for field, unit in zip(fields, units, strict=True)]
+    widths = tuple(1 << (each - 1).bit_length() if each else 0 for each in elements)
+    grid = _programs(config, count, widths, elements)
+    if grid > MOST_PROGRAMS:
+        raise ValueError(
+            f"{count} indices need {grid} programs in one launch, which has at most "
+            f"{MOST_PROGRAMS}; gather in several calls"
+        )
+    arguments = {
+        "index_stride": index_stride,
+        "count": count,
+        "plan": site.plan,
+        "unsigned": int(request.index_dtype == torch.uint64),
+        "buffers": tuple(site.numbers[number] for number in numbers),
+        "rows": tuple(field.rows for field in fields),
+        "source_strides": tuple(
+            field.row_stride_bytes // unit for field, unit in zip(fields, units, strict=True)
+        ),
+        "destination_strides": tuple(
+            destinations[number].row_stride_bytes // unit
+            for number, unit in zip(numbers, units, strict=True)
+        ),
+        "units": tuple(field.row_bytes // unit for field, unit in zip(fields, units, strict=True)),
+        "WIDTHS": widths,
         # A 16-byte unit is a pair of 8-byte elements: Triton has no wider integer.
-        vectors = tuple(max(unit // 8, 1) for unit in units)
-        elements = [field.row_bytes // min(unit, 8) for field, unit in zip(fields, units, strict=True)]
-        widths = tuple(1 << (each - 1).bit_length() if each else 0 for each in elements)
-        self._dtypes = [ELEMENT_DTYPES[min(unit, 8)] for unit in units]
-        self._arguments = {
-            "count": count,
-            "plan": site.plan,
-            "unsigned": int(request.index_dtype == torch.uint64),
-            "buffers": tuple(site.numbers[number] for number in numbers),
-            "rows": tuple(field.rows for field in fields),
-            "source_strides": tuple(
-                field.row_stride_bytes // unit for field, unit in zip(fields, units, strict=True)
-            ),
-            "destination_strides": tuple(
-                destinations[number].row_stride_bytes // unit
-                for number, unit in zip(numbers, units, strict=True)
-            ),
-            "units": tuple(
-                field.row_bytes // unit for field, unit in zip(fields, units, strict=True)
-            ),
-            "WIDTHS": widths,
-            "VECTORS": vectors,
-            "WIDEST": max(*widths, 1),
-            "BOUNDS": request.bounds,
-            "BLOCK": config.block,
-            "FUSED": int(config.fused),
-            "num_warps": config.num_warps,
-        }
-        self._grid = _programs(config, count, widths, elements)
-        if self._grid > MOST_PROGRAMS:
-            raise ValueError(
-                f"{count} indices need {self._grid} programs in one launch, which has at most "
-                f"{MOST_PROGRAMS}; gather in several calls"
+        "VECTORS": tuple(max(unit // 8, 1) for unit in units),
+        "WIDEST": max(*widths, 1),
+        "BOUNDS": request.bounds,
+        "BLOCK": config.block,
+        "FUSED": int(config.fused),
+        "num_warps": config.num_warps,
+    }
+    # uint64 indices are read as int64 and marked unsigned.
+    index_dtype = torch.int64 if request.index_dtype == torch.uint64 else request.index_dtype
+    dtypes = [ELEMENT_DTYPES[min(unit, 8)] for unit in units]
+    if request.device.type == "cpu":
+        return functools.partial(_interpret, grid, arguments, index_dtype, dtypes)
+    with torch.cuda.device(request.device):
+        return _compile(grid, arguments, index_dtype, dtypes, units, request.device)
+
+
+def _interpret(
+    grid: int,
+    arguments: dict[str, Any],
+    index_dtype: torch.dtype,
+    dtypes: Sequence[torch.dtype],
+    addresses: Sequence[int],
+) -> None:
+    """Run the kernel in Triton's interpreter, with a board of its own: on a CPU the call raises.
+
+    Raises:
+        _BadIndex: the kernel met a bad index.
+    """
+    board = faults.Board(torch.device("cpu"))
+    _kernel().fn[(grid,)](
+        indices=_tensor_at(addresses[0], index_dtype),
+        faults=board.memory,
+        sources=tuple(map(_tensor_at, addresses[1::2], dtypes)),
+        destinations=tuple(map(_tensor_at, addresses[2::2], dtypes)),
+        **arguments,
+    )
+    if board.words[0]:
+        raise _BadIndex(board)
+
+
+class _BadIndex(Exception):
+    """A kernel on the CPU met a bad index; the board has its record."""
+
+    def __init__(self, board: faults.Board) -> None:
+        super().__init__()
+        self.board = board
+
+
+def _compile(
+    grid: int,
+    arguments: dict[str, Any],
+    index_dtype: torch.dtype,
+    dtypes: Sequence[torch.dtype],
+    units: Sequence[int],
+    device: torch.device,
+) -> Callable[[Sequence[int]], None]:
+    """Compile for the current device; launch through the driver, without Triton's own launcher.
+
+    Triton's launcher costs 10 to 28 microseconds a call. What is read of the compiled kernel is not
+    a public interface, so a kernel that lacks it, or that needs what only the launcher can give
+    (scratch memory, clusters), is launched by Triton.
+    """
+    board = faults.board_of(device).memory
+    pointers: dict[str, Any] = {
+        # Alignment to 16 bytes is part of the compiled code: only 16-byte units promise it.
+        "indices": _Pointer(index_dtype.itemsize, index_dtype),
+        "faults": _Pointer(16, torch.int64),
+        "sources": tuple(map(_Pointer, units, dtypes)),
+        "destinations": tuple(map(_Pointer, units, dtypes)),
+    }
+    compiled = _kernel().fn.warmup(grid=(grid,), **pointers, **arguments)
+
+    def launch_by_triton(addresses: Sequence[int]) -> None:
+        with torch.cuda.device(device):
+            _kernel().fn[(grid,)](
+                indices=_Pointer(addresses[0], index_dtype),
+                faults=_Pointer(board.data_ptr(), torch.int64),
+                sources=tuple(map(_Pointer, addresses[1::2], dtypes)),
+                destinations=tuple(map(_Pointer, addresses[2::2], dtypes)),
+                **arguments,
             )
 
-    def __call__(
-        self,
-        indices: torch.Tensor,
-        shape: torch.Size,
-        sources: Sequence[torch.Tensor],
-        outs: Sequence[torch.Tensor],
-    ) -> None:
-        device = self._request.device
-        if indices.dtype == torch.uint64:
-            indices = indices.view(torch.int64)
-        pointer = _host_pointer if device.type == "cpu" else _Pointer
-        on_cpu = device.type == "cpu"
-        # On a CPU the call itself raises, so its faults must not meet those of another thread.
-        board = faults.Board(device) if on_cpu else faults.board_of(device)
-        arguments = {
-            "indices": indices,
-            "index_stride": indices.stride(0),
-            "faults": board.memory if on_cpu else _Pointer(board.memory, torch.int64),
-            "sources": tuple(
-                pointer(sources[number], dtype)
-                for number, dtype in zip(self._numbers, self._dtypes, strict=True)
-            ),
-            "destinations": tuple(
-                pointer(outs[number], dtype)
-                for number, dtype in zip(self._numbers, self._dtypes, strict=True)
-            ),
-        }
-        kernel = _kernel().fn[(self._grid,)]
-        if on_cpu:
-            kernel(**arguments, **self._arguments)
-            error = board.take(tuple(shape))
-            if error is not None:
-                raise error
-        elif torch.cuda.current_device() == device.index:
-            kernel(**arguments, **self._arguments)
-        else:
-            with torch.cuda.device(device):
-                kernel(**arguments, **self._arguments)
+    try:
+        compiled = compiled.result() if hasattr(compiled, "result") else compiled
+        compiled._init_handles()
+        metadata = compiled.metadata
+        if getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "num_ctas", 1) != 1:
+            return launch_by_triton
+        signature, function, shared = compiled.src.signature, compiled.function, metadata.shared
+    except AttributeError:
+        return launch_by_triton
+    names = ["indices"]
+    for number in range(len(dtypes)):
+        names += (f"sources {number}", f"destinations {number}")
+    place = {name: 8 * slot for slot, name in enumerate(names)}
+    constants = bytearray()
+    offsets = []
+    for name, kind in signature.items():
+        if kind == "constexpr":
+            continue
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        for number, each in enumerate(kinds):
+            key = f"{name} {number}" if isinstance(kind, tuple) else name
+            if each == "constexpr":
+                continue
+            if key in place:
+                offsets.append(place[key])
+                continue
+            value = board.data_ptr() if name == "faults" else arguments[name]
+            value = value[number] if isinstance(value, tuple) else value
+            offsets.append(8 * len(names) + len(constants))
+            constants += struct.pack("=q", value)  # little-endian, so 32 bits are its first half
+    # Room for the scratch pointers that Triton appends, null here.
+    for _ in range(2):
+        offsets.append(8 * len(names) + len(constants))
+        constants += bytes(8)
+    threads = 32 * config_warps(metadata, arguments)
+    return Launch(
+        function, grid, threads, shared, device.index, len(names), bytes(constants), offsets, compiled
+    )
+
+
+def config_warps(metadata: Any, arguments: dict[str, Any]) -> int:
+    """Warps per program that a kernel was compiled for."""
+    return int(getattr(metadata, "num_warps", arguments["num_warps"]))
 
 
 def _run_on_cpu(
@@ -221,7 +295,12 @@ def _run_on_cpu(
     """On a CPU the call itself raises, so the caller's outputs must not be written before."""
     if outs is not None:
         raise_if_bad(indices, shape, runner.request, site)
-    return runner(indices, shape, sources, outs)
+    try:
+        return runner(indices, shape, sources, outs)
+    except _BadIndex as found:
+        error = found.board.take(tuple(shape))
+    assert error is not None
+    raise error
 
 
 def _programs(
@@ -243,26 +322,22 @@ def _programs(
 
 
 class _Pointer:
-    """A device address with the integer type that the kernel sees, without making a view."""
+    """An address with the integer type that the kernel sees, in place of a tensor."""
 
-    __slots__ = ("dtype", "tensor")
+    __slots__ = ("address", "dtype")
 
-    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        self.tensor = tensor
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address = address
         self.dtype = dtype
 
     def data_ptr(self) -> int:
-        """Address, for Triton's launcher."""
-        return self.tensor.data_ptr()
+        """The address, for Triton."""
+        return self.address
 
 
-def _host_pointer(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """An integer tensor at a CPU tensor's address; Triton's interpreter needs real tensors.
-
-    Not a view: a storage may start at an address that is no multiple of the integer's size.
-    """
-    address = tensor.data_ptr()
-    if not address:  # no elements
+def _tensor_at(address: int, dtype: torch.dtype) -> torch.Tensor:
+    """An integer tensor at an address of host memory; Triton's interpreter needs real tensors."""
+    if not address:  # of a tensor without elements
         return torch.empty(1, dtype=dtype)
     memory = (ctypes.c_char * dtype.itemsize).from_address(address)
     return torch.frombuffer(memory, dtype=dtype)

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import os
 import shutil
+import struct
 import subprocess
 from collections.abc import Sequence
 from importlib import resources
@@ -33,6 +34,7 @@ from multigather.backends._cupy import (
 )
 from multigather.backends.base import Config, KernelRunner, Refusal, Runner, row_refusals
 from multigather.bounds import raise_if_bad
+from multigather.launch import Block
 from multigather.request import Request, Site
 
 HERE = Path(__file__).parent
@@ -94,16 +96,25 @@ class HostCudaBackend(CudaBackend):
         """As many fields as the test wants in one launch."""
         return self.most_fields
 
-    def load(self, specialisation: Specialisation, device: torch.device) -> Any:
-        """The library's function."""
-        return library(specialisation).run
+    def launch_of(
+        self,
+        specialisation: Specialisation,
+        grid: int,
+        threads: int,
+        device: torch.device,
+        pointers: int,
+        constants: bytes,
+    ) -> Any:
+        """A launch that runs all blocks at once, in this thread."""
+        function = library(specialisation).run
+        packed = struct.Struct(f"={pointers}Q")
 
-    def launch(
-        self, function: Any, grid: int, threads: int, device: torch.device, parameters: int
-    ) -> None:
-        """Run all blocks now."""
-        self.launches += 1
-        function(ctypes.c_uint(grid), ctypes.c_uint(threads), ctypes.c_void_p(parameters))
+        def launch(addresses: Sequence[int]) -> None:
+            self.launches += 1
+            block = Block(packed.pack(*addresses) + constants, (0,))
+            function(ctypes.c_uint(grid), ctypes.c_uint(threads), ctypes.c_void_p(block.address))
+
+        return launch
 
     def prepare(self, request: Request, config: Config, site: Site) -> Runner:
         """As the CUDA backend; a CPU call raises at once, as the contract says."""
