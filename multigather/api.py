@@ -12,10 +12,10 @@ from torch.utils import _pytree as pytree
 from . import dispatch, faults
 from .autograd import Gather
 from .bounds import as_int64, resolve
-from .executable import Executable, bucket_of
+from .executable import Executable
 from .outputs import check_outputs
 from .request import BOUNDS, INDEX_DTYPES, Request, field_of
-from .shortcut import Check, guard
+from .shortcut import Shortcut, guard
 
 BACKEND_NAMES = tuple(backend.name for backend in dispatch.BACKENDS)
 
@@ -24,7 +24,7 @@ BACKEND_NAMES = tuple(backend.name for backend in dispatch.BACKENDS)
 KEPT_EXECUTABLES = 1024
 _executables: dict[tuple[Any, ...], Executable] = {}
 _executables_lock = threading.Lock()
-_shortcuts: dict[tuple[int, int, str, str | None], tuple[Check, Executable]] = {}
+_shortcuts: dict[tuple[int, int, str, str | None], Shortcut] = {}
 
 
 def gather(
@@ -69,16 +69,12 @@ def gather(
         # A program gathers from the same buffers over and over. Another tensor that has the first
         # one's id by now is no danger: the guard looks at the tensors of this call.
         try:
-            check, executable = _shortcuts[id(bufs[0]), len(bufs), bounds, backend]
-            known = check(indices, *bufs)
+            shortcut = _shortcuts[id(bufs[0]), len(bufs), bounds, backend]
+            known = shortcut.check(indices, *bufs)
         except (KeyError, TypeError):
             known = False
         if known:
-            if executable.on_cuda:
-                faults.raise_pending(executable.request.device)
-            shape = indices.shape
-            run = executable.fast.get(bucket_of(shape[0]))
-            results = run(indices, shape, bufs) if run is not None else None
+            results = shortcut.run(indices, bufs)
             if results is not None:
                 return results
     leaves, spec = _flatten(bufs)
@@ -119,7 +115,8 @@ def gather(
     if request.device.type == "cuda" and faults.synchronous and bounds == "raise":
         _synchronise(request.device)
     if spec is None and len(results) == len(leaves):
-        _remember(executable, indices, bufs, bounds, backend)
+        if outs is None:
+            _remember(executable, indices, bufs, bounds, backend)
         return tuple(results)
     remaining = iter(results)
     mirrored = [None if leaf is None else next(remaining) for leaf in leaves]
@@ -148,6 +145,13 @@ def explain(
     return dispatch.explain(request, backend, executable.site)
 
 
+def forget() -> None:
+    """Drop every executable that was made, so that later calls choose anew."""
+    with _executables_lock:
+        _executables.clear()
+        _shortcuts.clear()
+
+
 def _remember(
     executable: Executable,
     indices: torch.Tensor,
@@ -162,11 +166,24 @@ def _remember(
         and not faults.synchronous
         and not any(buf.requires_grad or buf.is_conj() or buf.is_neg() for buf in bufs)
     )
-    check = guard(indices, bufs) if plain else None
-    if check is not None:
-        if len(_shortcuts) >= KEPT_EXECUTABLES:
-            _shortcuts.clear()
-        _shortcuts[id(bufs[0]), len(bufs), bounds, backend] = (check, executable)
+    if not plain:
+        return
+    key = (id(bufs[0]), len(bufs), bounds, backend)
+    shortcut = _shortcuts.get(key)
+    if (
+        shortcut is None
+        or shortcut.executable is not executable
+        or not shortcut.check(indices, *bufs)
+    ):
+        check = guard(indices, bufs)
+        if check is None:
+            return
+        shortcut = Shortcut(check, executable)
+        with _executables_lock:
+            if len(_shortcuts) >= KEPT_EXECUTABLES:
+                _shortcuts.clear()
+            _shortcuts[key] = shortcut
+    shortcut.learn(indices.numel())
 
 
 def _flatten(bufs: tuple[Any, ...]) -> tuple[list[Any], Any]:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -27,7 +27,6 @@ class Executable:
         site: names of the buffers.
         on_cuda: whether it runs on a CUDA device.
         runners: those made so far, by `bucket_of` the count.
-        fast: of these the ones that have a short way for repeated calls.
 
     Args:
         request: the gather; its ``count`` is ignored.
@@ -42,7 +41,6 @@ class Executable:
         self.site = Site(next(_plan_numbers), tuple(range(len(labels))), labels)
         faults.plans[self.site.plan] = self.site
         self.runners: dict[int, Runner] = {}
-        self.fast: dict[int, Callable[..., tuple[torch.Tensor, ...] | None]] = {}
         self._lock = threading.Lock()
 
     def __call__(
@@ -81,9 +79,6 @@ class Executable:
                     runner = pick.backend.prepare(request.subset(pick.fields), pick.config, site)
                     parts.append((runner, pick.fields))
                 runner = parts[0][0] if len(parts) == 1 else _Parts(parts)
-                fast = getattr(runner, "fast", None)
-                if fast is not None:
-                    self.fast[bucket] = fast
                 self.runners[bucket] = runner
             return self.runners[bucket]
 

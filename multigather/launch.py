@@ -151,6 +151,8 @@ class Launch:
         self.device = device
         self.pack = struct.Struct(f"={pointers}Q").pack_into
         self.pool: list[Block] = []
+        # Everything that a call needs, to be unpacked at once.
+        self.facts = (function, grid, threads, shared_bytes, self.pack, self.pool)
         self._template = bytes(8 * pointers) + constants
         self._offsets = tuple(offsets)
         self._keep = keep

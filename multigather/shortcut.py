@@ -18,12 +18,60 @@ from typing import Any
 
 import torch
 
+from . import faults
+from .backends.base import KernelRunner
+from .executable import Executable, bucket_of
+from .launch import Launch, current_device, current_stream, fast_allocation, launch_function
+from .request import Request
+
 try:
     from torch._C._dynamo.guards import TensorGuards
 except ImportError:  # a torch that moved it
     TensorGuards = None
 
 Check = Callable[..., bool]
+
+
+class Shortcut:
+    """What a call leaves behind for the next one like it.
+
+    Args:
+        check: guard for the layout of ``(indices, *buffers)``.
+        executable: what gathers from buffers of this layout.
+
+    Attributes:
+        run: takes (indices, buffers) that the check has passed and returns new outputs, or None,
+            having done nothing, if this call must go the long way.
+    """
+
+    def __init__(self, check: Check, executable: Executable) -> None:
+        self.check = check
+        self.executable = executable
+        self._launches: dict[int, Launch] = {}
+        run = None
+        if executable.on_cuda:
+            run = repeated_launch(executable.request, self._launches)
+        self.run = run or self._run
+
+    def learn(self, count: int) -> None:
+        """Take over the launch that a call with so many indices has made."""
+        runner = self.executable.runners.get(bucket_of(count))
+        launch = runner.launch(count) if isinstance(runner, KernelRunner) else None
+        if launch is not None:
+            if len(self._launches) >= KernelRunner.KEPT:
+                self._launches.clear()
+            self._launches[count] = launch
+
+    def _run(
+        self, indices: torch.Tensor, buffers: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...] | None:
+        executable, shape = self.executable, indices.shape
+        if executable.on_cuda:
+            faults.raise_pending(executable.request.device)
+        run = executable.runners.get(bucket_of(shape[0]))
+        if run is None or executable.on_cuda and isinstance(run, KernelRunner):
+            return None
+        return tuple(run(indices, shape, buffers, None))
 
 
 def guard(indices: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Check | None:
@@ -47,3 +95,83 @@ def guard(indices: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Check | Non
     except (TypeError, RuntimeError, AttributeError):
         return None
     return check if works else None
+
+
+def repeated_launch(
+    request: Request, launches: dict[int, Launch]
+) -> Callable[..., tuple[torch.Tensor, ...] | None] | None:
+    """`Shortcut.run` for a GPU, generated for the request's buffers.
+
+    Straight code for a known number of buffers saves what loops over them cost: in a decode step's
+    call that is more than the launch itself.
+
+    Args:
+        request: the gather.
+        launches: launches into new outputs from contiguous indices, by the number of indices.
+
+    Returns:
+        The function, or None where torch has no fast allocation.
+    """
+    empty = fast_allocation()
+    if empty is None:
+        return None
+    numbers = range(len(request.fields))
+    scope: dict[str, Any] = {
+        "launches": launches,
+        "empty": empty,
+        "current_device": current_device,
+        "current_stream": current_stream,
+        "launch_kernel": launch_function(),
+        "board": faults.board_of(request.device),
+        "words": faults.board_of(request.device).words,
+        "raise_pending": faults.raise_pending,
+    }
+    # A guard does not know addresses, and the copy units depend on their alignment.
+    checks: dict[int, list[str]] = {}
+    allocations = []
+    for k, field in enumerate(request.fields):
+        checks.setdefault(field.alignment - 1, []).append(f"s{k}")
+        stride, strides = 1, []
+        for size in reversed(field.row_shape):
+            strides.insert(0, stride)
+            stride *= max(size, 1)
+        sizes = "".join(f", {size}" for size in field.row_shape)
+        scope[f"strides{k}"] = (stride, *strides)
+        scope[f"dtype{k}"] = field.dtype
+        allocations.append(f"    o{k} = empty((count{sizes},), strides{k}, dtype{k})")
+    misaligned = " or ".join(
+        f"({' | '.join(names)}) & {mask}" for mask, names in checks.items() if mask
+    )
+    order = KernelRunner.order(request)
+    addresses = ", ".join(f"s{k}, o{k}.data_ptr()" for k in order)
+    device = request.device.index
+    lines = [
+        "def run(indices, buffers):",
+        "    if words[0] != board.taken:",
+        "        raise_pending(board.device)",
+        "    (count,) = indices.shape",
+        "    launch = launches.get(count)",
+        f"    if launch is None or current_device() != {device}:",
+        "        return None",
+        f"    ({', '.join(f'b{k}' for k in numbers)},) = buffers",
+        *(f"    s{k} = b{k}.data_ptr()" for k in numbers),
+        *([f"    if {misaligned}:", "        return None"] if misaligned else []),
+        *allocations,
+        "    function, grid, threads, shared_bytes, pack, pool = launch.facts",
+        "    try:",
+        "        block = pool.pop()",
+        "    except IndexError:",
+        "        block = launch.new_block()",
+        f"    pack(block.memory, 0, indices.data_ptr(), {addresses})",
+        "    try:",
+        "        launch_kernel(",
+        "            function, grid, 1, 1, threads, 1, 1, shared_bytes,",
+        f"            current_stream({device}), block.address, 0,",
+        "        )",
+        "    except Exception as error:",
+        "        launch.retry(error, block)",
+        "    pool.append(block)",
+        f"    return ({', '.join(f'o{k}' for k in numbers)},)",
+    ]
+    exec("\n".join(lines), scope)
+    return scope["run"]  # type: ignore[no-any-return]

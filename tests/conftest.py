@@ -75,7 +75,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
         from cuda_host import HostCudaBackend
 
         dispatch.BACKENDS = (HostCudaBackend(), *backends[1:])
-        api._executables.clear()
+        api.forget()
     by_name = {backend.name: backend for backend in dispatch.BACKENDS}
     reasons = by_name[chosen.backend].unavailable()
     try:
@@ -85,7 +85,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
     finally:
         if dispatch.BACKENDS is not backends:
             dispatch.BACKENDS = backends
-            api._executables.clear()
+            api.forget()
 
 
 @pytest.fixture(autouse=True)

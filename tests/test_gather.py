@@ -302,10 +302,10 @@ def test_every_config(target: Target, wide: bool, monkeypatch: pytest.MonkeyPatc
     for config in configs_of(target):
         rule = cache.Rule("any", target.backend, {}, dataclasses.asdict(config), "test")
         monkeypatch.setattr(cache, "default_rules", lambda rule=rule: (rule,))
-        api._executables.clear()
+        api.forget()
         assert config.describe() in str(multigather.explain(indices, slabs[0].tensor, backend=target.backend))
         gather_and_check(target, indices, slabs)
-    api._executables.clear()
+    api.forget()
 
 
 def test_lazy_conjugate_and_negative_bits(target: Target) -> None:
@@ -431,17 +431,17 @@ def test_named_backend_really_runs(target: Target, monkeypatch: pytest.MonkeyPat
             return original(self, request, config, site)
 
         monkeypatch.setattr(type(backend), "prepare", spy)
-    api._executables.clear()
+    api.forget()
     slab = Slab(5, (4,), torch.float32, target.device)
     multigather.gather(torch.tensor([1], device=target.device), slab.tensor, backend=target.backend)
     assert made == [target.backend]
-    api._executables.clear()
+    api.forget()
 
 
 def test_shapes_made_up_without_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of executables is bounded, and forgetting one is harmless."""
     monkeypatch.setattr(api, "KEPT_EXECUTABLES", 8)
-    api._executables.clear()
+    api.forget()
     indices = torch.tensor([1, 0])
     for width in range(1, 30):
         source = torch.arange(2 * width).view(2, width)

@@ -979,23 +979,24 @@ def test_gradient_of_many_repeats_takes_no_longer(target: Target) -> None:
         pytest.skip("the backward pass is the same on every backend")
     count = 20_000
     leaf = torch.rand(count, 8, device=target.device, requires_grad=True)
+    patterns = {
+        "each once": torch.arange(count, device=target.device),
+        "repeated": torch.zeros(count, dtype=torch.int64, device=target.device),
+    }
 
     def finish() -> None:
         if target.device == "cuda":
             torch.cuda.synchronize()
 
-    def seconds(indices: torch.Tensor) -> float:
-        best = math.inf
-        for _ in range(4):
+    # In turns, so that a busy machine slows both.
+    seconds = dict.fromkeys(patterns, math.inf)
+    for _ in range(8):
+        for name, indices in patterns.items():
             (output,) = gather(target, indices, leaf)
             gradient = torch.ones_like(output)
             finish()
             start = time.perf_counter()
             torch.autograd.grad(output, leaf, gradient)
             finish()
-            best = min(best, time.perf_counter() - start)
-        return best
-
-    each_once = seconds(torch.arange(count, device=target.device))
-    repeated = seconds(torch.zeros(count, dtype=torch.int64, device=target.device))
-    assert repeated < 20 * each_once + 0.005
+            seconds[name] = min(seconds[name], time.perf_counter() - start)
+    assert seconds["repeated"] < 20 * seconds["each once"] + 0.02

@@ -102,12 +102,6 @@ class _Runner:
         self._check_first = True
         return results
 
-    def fast(
-        self, indices: torch.Tensor, shape: torch.Size, sources: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        """A repeated call, see `base.Runner`."""
-        return tuple(self(indices, shape, sources, None))
-
     def _checked(
         self,
         original: torch.Tensor,
@@ -139,7 +133,7 @@ class _Runner:
                 results.append(result)
                 continue
             result = self._select(number, source, rows, shape, out)
-            if bad is not None and not at_once:
+            if bad is not None and len(wide) and not at_once:
                 if request.bounds == "raise" and request.device.type == "cuda":
                     # The words of the indices: a clamped uint64 would be reported with a wrong value.
                     words = original.view(torch.int64) if original.dtype == torch.uint64 else wide

@@ -34,6 +34,12 @@ from .base import (
 CAPACITY = 64
 MOST_PROGRAMS = 2**31 - 1
 
+# The kernel's integers that are no part of its code.
+VALUES = (
+    "index_stride", "count", "plan", "buffers", "rows", "source_strides", "destination_strides",
+    "units",
+)  # fmt: skip
+
 ELEMENT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -163,6 +169,7 @@ def _launch_of(
         "BLOCK": config.block,
         "FUSED": int(config.fused),
         "num_warps": config.num_warps,
+        "enable_fp_fusion": False,  # Triton 3.9 warns where it is unset
     }
     # uint64 indices are read as int64 and marked unsigned.
     index_dtype = torch.int64 if request.index_dtype == torch.uint64 else request.index_dtype
@@ -227,7 +234,7 @@ def _compile(
         "sources": tuple(map(_Pointer, units, dtypes)),
         "destinations": tuple(map(_Pointer, units, dtypes)),
     }
-    compiled = _kernel().fn.warmup(grid=(grid,), **pointers, **arguments)
+    compiled = _kernel().fn.warmup(grid=(grid,), **pointers, **_stand_ins(arguments))
 
     def launch_by_triton(addresses: Sequence[int]) -> None:
         with torch.cuda.device(device):
@@ -277,6 +284,25 @@ def _compile(
     return Launch(
         function, grid, threads, shared, device.index, len(names), bytes(constants), offsets, compiled
     )
+
+
+def _stand_ins(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with other integers in place of a call's own, to compile for every value.
+
+    Triton compiles it in where an integer is 1 or a multiple of 16, in tuples even if told not to,
+    and whether it fits into 32 bits. Odd numbers leave only the last. Large means so large that a
+    sum or a product in the kernel might not fit; one large element makes its tuple large.
+    """
+    small, large, limit = 3, 2**32 + 1, 2**30
+
+    def stand_in(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return (large if max(value) >= limit else small,) * len(value)
+        return large if value >= limit else small
+
+    return {
+        name: stand_in(value) if name in VALUES else value for name, value in arguments.items()
+    }
 
 
 def config_warps(metadata: Any, arguments: dict[str, Any]) -> int:

@@ -10,13 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from ..launch import (
-    Launch,
-    current_device,
-    current_stream,
-    fast_allocation,
-    launch_function,
-)
+from ..launch import Launch
 from ..request import Field, Request, Site, power_of_two_divisor
 
 
@@ -38,12 +32,7 @@ class Config:
 
 
 class Runner(Protocol):
-    """A gather made ready for one layout of buffers.
-
-    A runner may have an attribute ``fast``, a function that takes (indices, shape, sources) where
-    these are known to be laid out as in an earlier call, and returns the outputs, or None if this
-    call must go the long way.
-    """
+    """A gather made ready for one layout of buffers."""
 
     def __call__(
         self,
@@ -170,16 +159,19 @@ class KernelRunner:
         make: Callable[[tuple[int, ...], int, int, Sequence[Destination]], Callable[..., None]],
     ) -> None:
         self.request = request
-        # Widest first: the blocks of a narrow field then fill the end of the launch.
-        order = sorted(range(len(request.fields)), key=lambda k: -request.fields[k].row_bytes)
-        self.groups = balanced_groups(order, capacity)
+        self.groups = balanced_groups(self.order(request), capacity)
         self._make = make
         self._launches: dict[Any, list[Callable[..., None]]] = {}
         self._lock = threading.Lock()
         self._fresh = [Destination(field.row_bytes, 16) for field in request.fields]
-        # Launches into new outputs from contiguous indices, by count, for the repeated call.
-        self._repeated: dict[int, Launch] = {}
-        self.fast = repeated_call(request, self.groups, self._repeated)
+
+    @staticmethod
+    def order(request: Request) -> list[int]:
+        """The fields' numbers in the order of a launch.
+
+        Widest first: the blocks of the narrow fields then fill the end of the launch.
+        """
+        return sorted(range(len(request.fields)), key=lambda k: -request.fields[k].row_bytes)
 
     def __call__(
         self,
@@ -220,84 +212,18 @@ class KernelRunner:
         with self._lock:
             if len(self._launches) >= self.KEPT:
                 self._launches.clear()
-                self._repeated.clear()
             self._launches[key] = launches
-            (first, *others) = launches
-            if destinations is self._fresh and stride == 1 and not others:
-                if isinstance(first, Launch):
-                    self._repeated[count] = first
         return launches
 
+    def launch(self, count: int) -> Launch | None:
+        """The launch of a call with so many contiguous indices and new outputs, if one was made.
 
-def repeated_call(
-    request: Request, groups: Sequence[tuple[int, ...]], launches: dict[int, Launch]
-) -> Callable[..., tuple[torch.Tensor, ...] | None] | None:
-    """A function for the call that is made every step, generated for the request's buffers.
-
-    It takes (indices, shape, buffers), where a guard has found the buffers laid out as the request
-    says and the indices contiguous, and returns new outputs; or None, having done nothing, where
-    the launch was not made before, a buffer is aligned in another way or another device is current.
-    Straight code for a known number of buffers saves what loops over them cost: in the calls of a
-    decode step that is more than the launch itself.
-
-    Returns None where torch has no fast allocation or the launch is not a single one.
-    """
-    empty = fast_allocation()
-    if request.device.type != "cuda" or empty is None or len(groups) != 1:
+        None too where it is not a single launch through the driver.
+        """
+        launches = self._launches.get((count, 1), [])
+        if len(launches) == 1 and isinstance(launches[0], Launch):
+            return launches[0]
         return None
-    numbers = range(len(request.fields))
-    scope: dict[str, Any] = {
-        "launches": launches,
-        "empty": empty,
-        "current_device": current_device,
-        "current_stream": current_stream,
-        "launch_kernel": launch_function(),
-    }
-    sources = ", ".join(f"b{k}" for k in numbers)
-    checks: dict[int, list[str]] = {}
-    allocations = []
-    for k, field in enumerate(request.fields):
-        checks.setdefault(field.alignment - 1, []).append(f"s{k}")
-        stride, strides = 1, []
-        for size in reversed(field.row_shape):
-            strides.insert(0, stride)
-            stride *= max(size, 1)
-        sizes = "".join(f", {size}" for size in field.row_shape)
-        scope[f"strides{k}"] = (stride, *strides)
-        scope[f"dtype{k}"] = field.dtype
-        allocations.append(f"    o{k} = empty((count{sizes},), strides{k}, dtype{k})")
-    misaligned = " or ".join(
-        f"({' | '.join(names)}) & {mask}" for mask, names in checks.items() if mask
-    )
-    addresses = ", ".join(f"s{k}, o{k}.data_ptr()" for k in groups[0])
-    device = request.device.index
-    lines = [
-        "def fast(indices, shape, buffers):",
-        "    (count,) = shape",
-        "    launch = launches.get(count)",
-        f"    if launch is None or current_device() != {device}:",
-        "        return None",
-        f"    ({sources},) = buffers",
-        *(f"    s{k} = b{k}.data_ptr()" for k in numbers),
-        *([f"    if {misaligned}:", "        return None"] if misaligned else []),
-        *allocations,
-        "    try:",
-        "        block = launch.pool.pop()",
-        "    except IndexError:",
-        "        block = launch.new_block()",
-        f"    launch.pack(block.memory, 0, indices.data_ptr(), {addresses})",
-        "    try:",
-        "        launch_kernel(",
-        "            launch.function, launch.grid, 1, 1, launch.threads, 1, 1,",
-        f"            launch.shared_bytes, current_stream({device}), block.address, 0,",
-        "        )",
-        "    except Exception as error:",
-        "        launch.retry(error, block)",
-        "    launch.pool.append(block)",
-        f"    return ({', '.join(f'o{k}' for k in numbers)},)",
-    ]
-    exec("\n".join(lines), scope)
-    return scope["fast"]  # type: ignore[no-any-return]
 
 
 def balanced_groups(fields: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
