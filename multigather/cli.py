@@ -62,6 +62,22 @@ def demo(
 
 
 @app.command()
+def bench(
+    device: Annotated[
+        Device | None, typer.Option(help="Where to run; by default the GPU if there is one.")
+    ] = None,
+    workload: Annotated[
+        list[str] | None, typer.Option(help="Only this workload; may be repeated.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Time the workloads against b[idx] and index_select per buffer, after checking every byte."""
+    from multigather import bench as run_bench
+
+    sys.exit(run_bench.main(device, workload or (), as_json))
+
+
+@app.command()
 def info() -> None:
     """Print the versions, the devices and the backends that this machine has."""
     from multigather import environment

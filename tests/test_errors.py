@@ -728,6 +728,49 @@ def test_backend_for_another_device_refuses(monkeypatch: pytest.MonkeyPatch) -> 
         out.assert_unchanged()
 
 
+def test_buffer_that_changes_under_a_known_layout(target: Target) -> None:
+    """What the library remembers of a tensor object holds only while the object is laid out so."""
+    indices = torch.tensor([2, 0], device=target.device)
+    buffer = Slab(4, (6,), torch.float32, target.device, seed=1).tensor.clone()
+
+    def gather(indices: torch.Tensor, **options: Any) -> torch.Tensor:
+        return multigather.gather(indices, buffer, backend=target.backend, **options)[0]
+
+    def known() -> None:
+        for _ in range(3):
+            assert_gathered(gather(indices), indices, buffer)
+
+    known()
+    for changed in (
+        Slab(4, (6,), torch.float32, target.device, offset=4, seed=2).tensor,
+        Slab(4, (6,), torch.int32, target.device, seed=3).tensor,
+        Slab(9, (6,), torch.float32, target.device, gap=8, seed=4).tensor,
+        Slab(3, (), torch.uint8, target.device, offset=1, seed=5).tensor,
+        Slab(1, (6,), torch.float32, target.device, seed=6).tensor.expand(5, 6),
+        torch._neg_view(torch.ones(4, 6, device=target.device)),
+    ):
+        buffer.data = changed
+        known()
+    buffer.data = torch.ones(2, 6, device=target.device)
+    text = index_error(target, lambda: gather(indices))
+    assert "[0] is 2, out of range for bufs[0] with 2 rows" in text
+    buffer.data = torch.ones(4, 6, device=target.device)
+    known()
+    buffer.requires_grad_()
+    assert gather(indices).requires_grad
+    with torch.no_grad():
+        assert not gather(indices).requires_grad
+    assert gather(indices).requires_grad
+    buffer.requires_grad_(False)
+    known()
+    with pytest.raises(TypeError, match="indices must have an integer dtype"):
+        gather(indices > 0)
+    buffer.data = torch.ones(0, 6, device=target.device)
+    assert gather(indices[:0]).shape == (0, 6)
+    with pytest.raises(IndexError, match="has 0 rows"):
+        gather(indices)
+
+
 def test_explain_checks_as_gather_does(target: Target) -> None:
     """Explain refuses what gather refuses."""
     buffer = torch.zeros(3, device=target.device)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -973,6 +973,16 @@ def test_inference_mode(target: Target) -> None:
     assert leaf.grad[:, 0].tolist() == [1, 0, 1, 0]
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch on one CPU thread: with more, a busy machine makes times jump by a factor of 50."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_gradient_of_many_repeats_takes_no_longer(target: Target) -> None:
     """pytorch#53491, pytorch#171381: one row repeated 20,000 times against all rows once."""
     if target.device == "cpu" and target.backend != "torch":
