@@ -24,7 +24,8 @@ BACKEND_NAMES = tuple(backend.name for backend in dispatch.BACKENDS)
 KEPT_EXECUTABLES = 1024
 _executables: dict[tuple[Any, ...], Executable] = {}
 _executables_lock = threading.Lock()
-_shortcuts: dict[tuple[int, int, str, str | None], Shortcut] = {}
+# By the first buffer's id and the options that are not the default ones.
+_shortcuts: dict[Any, Shortcut] = {}
 
 
 def gather(
@@ -66,14 +67,14 @@ def gather(
         UnsupportedError: the named backend cannot run this; the message says why.
     """
     if out is None and bufs:
-        # A program gathers from the same buffers over and over. Another tensor that has the first
-        # one's id by now is no danger: the guard looks at the tensors of this call.
+        # A program gathers from the same buffers over and over. Another object that has the first
+        # one's id by now is no danger: the shortcut's guard looks at the tensors of this call.
+        default = backend is None and bounds == "raise"
         try:
-            shortcut = _shortcuts[id(bufs[0]), len(bufs), bounds, backend]
-            known = shortcut.check(indices, *bufs)
-        except (KeyError, TypeError):
-            known = False
-        if known:
+            shortcut = _shortcuts.get(id(bufs[0]) if default else (id(bufs[0]), bounds, backend))
+        except TypeError:  # an option that cannot even be looked up; refused below
+            shortcut = None
+        if shortcut is not None:
             results = shortcut.run(indices, bufs)
             if results is not None:
                 return results
@@ -168,7 +169,8 @@ def _remember(
     )
     if not plain:
         return
-    key = (id(bufs[0]), len(bufs), bounds, backend)
+    default = backend is None and bounds == "raise"
+    key = id(bufs[0]) if default else (id(bufs[0]), bounds, backend)
     shortcut = _shortcuts.get(key)
     if (
         shortcut is None

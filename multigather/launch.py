@@ -11,7 +11,7 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -104,14 +104,20 @@ def fast_allocation() -> Callable[..., torch.Tensor] | None:
     return _empty_strided_cuda  # type: ignore[no-any-return]
 
 
-class Block:
+class Block(NamedTuple):
     """Memory of one launch's parameters, and the array of their addresses that the driver takes."""
 
-    def __init__(self, template: bytes, offsets: Sequence[int]) -> None:
-        self.memory = (ctypes.c_char * len(template)).from_buffer(bytearray(template))
-        start = ctypes.addressof(self.memory)
-        self._array = (ctypes.c_void_p * len(offsets))(*(start + offset for offset in offsets))
-        self.address = ctypes.addressof(self._array)
+    memory: ctypes.Array[ctypes.c_char]
+    address: int
+    array: ctypes.Array[ctypes.c_void_p]
+
+    @classmethod
+    def of(cls, template: bytes, offsets: Sequence[int]) -> Block:
+        """A block with this content, whose parameters start at these offsets."""
+        memory = (ctypes.c_char * len(template)).from_buffer(bytearray(template))
+        start = ctypes.addressof(memory)
+        array = (ctypes.c_void_p * len(offsets))(*(start + offset for offset in offsets))
+        return cls(memory, ctypes.addressof(array), array)
 
 
 class Launch:
@@ -151,15 +157,15 @@ class Launch:
         self.device = device
         self.pack = struct.Struct(f"={pointers}Q").pack_into
         self.pool: list[Block] = []
-        # Everything that a call needs, to be unpacked at once.
-        self.facts = (function, grid, threads, shared_bytes, self.pack, self.pool)
+        # What a call needs, to be unpacked at once.
+        self.facts = (function, grid, threads, shared_bytes, self.pool, self)
         self._template = bytes(8 * pointers) + constants
         self._offsets = tuple(offsets)
         self._keep = keep
 
     def new_block(self) -> Block:
         """Another block of parameters, its constants in place."""
-        return Block(self._template, self._offsets)
+        return Block.of(self._template, self._offsets)
 
     def __call__(self, addresses: Sequence[int]) -> None:
         """Launch on torch's current stream of the device."""

@@ -13,6 +13,7 @@ long way, which is right too.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,14 @@ import torch
 from . import faults
 from .backends.base import KernelRunner
 from .executable import Executable, bucket_of
-from .launch import Launch, current_device, current_stream, fast_allocation, launch_function
+from .launch import (
+    Block,
+    Launch,
+    current_device,
+    current_stream,
+    fast_allocation,
+    launch_function,
+)
 from .request import Request
 
 try:
@@ -30,6 +38,8 @@ except ImportError:  # a torch that moved it
     TensorGuards = None
 
 Check = Callable[..., bool]
+Run = Callable[[Any, Sequence[Any]], "tuple[torch.Tensor, ...] | None"]
+Facts = tuple[int, int, int, int, list[Block], Launch]  # as in `Launch.facts`
 
 
 class Shortcut:
@@ -40,17 +50,17 @@ class Shortcut:
         executable: what gathers from buffers of this layout.
 
     Attributes:
-        run: takes (indices, buffers) that the check has passed and returns new outputs, or None,
-            having done nothing, if this call must go the long way.
+        run: takes (indices, buffers), anything at all, and returns new outputs; or None, having
+            done nothing, if this call must go the long way.
     """
 
     def __init__(self, check: Check, executable: Executable) -> None:
         self.check = check
         self.executable = executable
-        self._launches: dict[int, Launch] = {}
+        self._launches: dict[int, Facts] = {}
         run = None
         if executable.on_cuda:
-            run = repeated_launch(executable.request, self._launches)
+            run = repeated_launch(check, executable.request, self._launches)
         self.run = run or self._run
 
     def learn(self, count: int) -> None:
@@ -60,18 +70,24 @@ class Shortcut:
         if launch is not None:
             if len(self._launches) >= KernelRunner.KEPT:
                 self._launches.clear()
-            self._launches[count] = launch
+            self._launches[count] = launch.facts
 
-    def _run(
-        self, indices: torch.Tensor, buffers: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...] | None:
-        executable, shape = self.executable, indices.shape
-        if executable.on_cuda:
-            faults.raise_pending(executable.request.device)
-        run = executable.runners.get(bucket_of(shape[0]))
-        if run is None or executable.on_cuda and isinstance(run, KernelRunner):
+    def _run(self, indices: Any, buffers: Sequence[Any]) -> tuple[torch.Tensor, ...] | None:
+        try:
+            if not self.check(indices, *buffers):
+                return None
+        except TypeError:  # not tensors
             return None
-        return tuple(run(indices, shape, buffers, None))
+        shape = indices.shape
+        runner = self.executable.runners.get(bucket_of(shape[0]))
+        if runner is None:
+            return None
+        if self.executable.on_cuda:
+            # Kernel runners rely on addresses, which the guard does not know.
+            if isinstance(runner, KernelRunner):
+                return None
+            faults.raise_pending(self.executable.request.device)
+        return tuple(runner(indices, shape, buffers, None))
 
 
 def guard(indices: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Check | None:
@@ -97,15 +113,14 @@ def guard(indices: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Check | Non
     return check if works else None
 
 
-def repeated_launch(
-    request: Request, launches: dict[int, Launch]
-) -> Callable[..., tuple[torch.Tensor, ...] | None] | None:
+def repeated_launch(check: Check, request: Request, launches: dict[int, Facts]) -> Run | None:
     """`Shortcut.run` for a GPU, generated for the request's buffers.
 
     Straight code for a known number of buffers saves what loops over them cost: in a decode step's
     call that is more than the launch itself.
 
     Args:
+        check: guard for the layout of ``(indices, *buffers)``.
         request: the gather.
         launches: launches into new outputs from contiguous indices, by the number of indices.
 
@@ -117,7 +132,10 @@ def repeated_launch(
         return None
     numbers = range(len(request.fields))
     scope: dict[str, Any] = {
+        "check": check,
         "launches": launches,
+        "device": request.device.index,
+        "pack": struct.Struct(f"={1 + 2 * len(numbers)}Q").pack_into,
         "empty": empty,
         "current_device": current_device,
         "current_stream": current_stream,
@@ -144,29 +162,33 @@ def repeated_launch(
     )
     order = KernelRunner.order(request)
     addresses = ", ".join(f"s{k}, o{k}.data_ptr()" for k in order)
-    device = request.device.index
     lines = [
         "def run(indices, buffers):",
+        "    try:",
+        "        if not check(indices, *buffers):",
+        "            return None",
+        "    except TypeError:",
+        "        return None",
         "    if words[0] != board.taken:",
         "        raise_pending(board.device)",
-        "    (count,) = indices.shape",
-        "    launch = launches.get(count)",
-        f"    if launch is None or current_device() != {device}:",
+        "    count = indices.shape[0]",
+        "    if count not in launches or current_device() != device:",
         "        return None",
         f"    ({', '.join(f'b{k}' for k in numbers)},) = buffers",
         *(f"    s{k} = b{k}.data_ptr()" for k in numbers),
         *([f"    if {misaligned}:", "        return None"] if misaligned else []),
         *allocations,
-        "    function, grid, threads, shared_bytes, pack, pool = launch.facts",
+        "    function, grid, threads, shared_bytes, pool, launch = launches[count]",
         "    try:",
         "        block = pool.pop()",
         "    except IndexError:",
         "        block = launch.new_block()",
-        f"    pack(block.memory, 0, indices.data_ptr(), {addresses})",
+        "    memory, address, _ = block",
+        f"    pack(memory, 0, indices.data_ptr(), {addresses})",
         "    try:",
         "        launch_kernel(",
         "            function, grid, 1, 1, threads, 1, 1, shared_bytes,",
-        f"            current_stream({device}), block.address, 0,",
+        "            current_stream(device), address, 0,",
         "        )",
         "    except Exception as error:",
         "        launch.retry(error, block)",

@@ -111,7 +111,7 @@ class HostCudaBackend(CudaBackend):
 
         def launch(addresses: Sequence[int]) -> None:
             self.launches += 1
-            block = Block(packed.pack(*addresses) + constants, (0,))
+            block = Block.of(packed.pack(*addresses) + constants, (0,))
             function(ctypes.c_uint(grid), ctypes.c_uint(threads), ctypes.c_void_p(block.address))
 
         return launch
