@@ -43,10 +43,7 @@ def row_blocks_of(count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     return tl.cdiv(count, ROWS)
 
 
-# Not inlined: fields of the same kind share one function. Compile time grows with the square of the
-# code's length; 64 fields in mode "raise" took 260 s inlined and take 2 s so (Triton 3.9).
-@triton.jit(noinline=True)
-def copy_tile(
+def copy_tile_of(
     indices, index_stride, count, faults, plan, buffer, unsigned,
     source, destination, rows, source_stride, destination_stride, units,
     row_block, chunk, BOUNDS: tl.constexpr, VECTOR: tl.constexpr, WIDTH: tl.constexpr,
@@ -102,6 +99,14 @@ def copy_tile(
         )
 
 
+# Compile time grows with the square of the code's length: 64 fields in mode "raise" take 260 s if
+# each has its own copy of the code, and 2 s if fields of the same kind share a function (Triton 3.9).
+# Up to INLINED fields each has its own, which spares the call: 2 s.
+INLINED = tl.constexpr(8)
+inlined_copy_tile = triton.jit(copy_tile_of)
+shared_copy_tile = triton.jit(copy_tile_of, noinline=True)
+
+
 @triton.autotune(
     configs=CONFIGS,
     key=["count", "WIDTHS", "VECTORS", "BOUNDS"],
@@ -133,6 +138,7 @@ def gather(
         FUSED: 0, each program copies one tile of one field; 1, it copies the same rows and the
             same chunk of every field.
     """
+    copy_tile: tl.constexpr = inlined_copy_tile if len(WIDTHS) <= INLINED else shared_copy_tile
     program = tl.program_id(0)
     if FUSED:
         LIMIT: tl.constexpr = columns_of(WIDEST, BLOCK)

@@ -144,10 +144,13 @@ def board_of(device: torch.device) -> Board:
 def raise_pending(device: torch.device) -> None:
     """Raise `IndexError` if a fault of the device has arrived and was not reported yet.
 
-    Does not synchronise: a fault of a kernel that still runs is left for a later call.
+    Does not synchronise: a fault of a kernel that still runs is left for a later call. Does
+    nothing while a CUDA graph is being captured, which an error would spoil.
     """
     board = _boards.get(device)
     if board is not None and board.words[0] != board.taken:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
         error = board.take()
         if error is not None:
             raise error

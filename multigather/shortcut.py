@@ -171,7 +171,7 @@ def repeated_launch(check: Check, request: Request, launches: dict[int, Facts]) 
         "        return None",
         "    if words[0] != board.taken:",
         "        raise_pending(board.device)",
-        "    count = indices.shape[0]",
+        "    count = indices.numel()",
         "    if count not in launches or current_device() != device:",
         "        return None",
         f"    ({', '.join(f'b{k}' for k in numbers)},) = buffers",
