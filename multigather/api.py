@@ -78,6 +78,25 @@ def gather(
             results = shortcut.run(indices, bufs)
             if results is not None:
                 return results
+    results, executable = gather_checked(indices, bufs, out, bounds, backend)
+    if executable is not None and out is None:
+        _remember(executable, indices, bufs, bounds, backend)
+    return results
+
+
+def gather_checked(
+    indices: torch.Tensor,
+    bufs: tuple[Any, ...],
+    out: Sequence[Any] | None,
+    bounds: str,
+    backend: str | None,
+) -> tuple[tuple[Any, ...], Executable | None]:
+    """`gather` with every check made, the long way.
+
+    Returns:
+        What `gather` returns; and the executable, if the call was so plain that a guard on the
+        layouts of ``(indices, *bufs)`` is all that another such call needs.
+    """
     leaves, spec = _flatten(bufs)
     tensors = [leaf for leaf in leaves if leaf is not None]
     key = _key(indices, leaves, bounds, backend, spec)
@@ -87,11 +106,12 @@ def gather(
     if executable is None:
         if out is not None:
             _flatten_outputs(out, bufs, leaves, spec)
-        return tuple(bufs) if spec is None else pytree.tree_unflatten(leaves, spec)
+        return (tuple(bufs) if spec is None else pytree.tree_unflatten(leaves, spec)), None
     request = executable.request
     if request.device.type == "cuda":
         faults.raise_pending(request.device)
-    if indices.device != request.device:
+    moved = indices.device != request.device
+    if moved:
         indices = indices.to(request.device, non_blocking=indices.is_pinned())
     flat = indices.reshape(-1) if indices.dim() != 1 else indices
     if flat.shape[0] and request.bounds != "fill" and executable.has_empty_buffer:
@@ -104,7 +124,8 @@ def gather(
     def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return _run(executable, flat, indices.shape, sources, outs)
 
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    differentiable = any(tensor.requires_grad for tensor in tensors)
+    if differentiable and torch.is_grad_enabled():
         if outs is not None:
             raise ValueError(
                 "out= cannot be combined with gradients: a buffer requires grad. Leave out= away, "
@@ -116,12 +137,13 @@ def gather(
     if request.device.type == "cuda" and faults.synchronous and bounds == "raise":
         _synchronise(request.device)
     if spec is None and len(results) == len(leaves):
-        if outs is None:
-            _remember(executable, indices, bufs, bounds, backend)
-        return tuple(results)
+        plain = not (moved or differentiable or faults.synchronous or executable.has_empty_buffer)
+        plain = plain and not any(tensor.is_conj() or tensor.is_neg() for tensor in tensors)
+        plain = plain and not request.host_memory
+        return tuple(results), executable if plain else None
     remaining = iter(results)
     mirrored = [None if leaf is None else next(remaining) for leaf in leaves]
-    return tuple(mirrored) if spec is None else pytree.tree_unflatten(mirrored, spec)
+    return (tuple(mirrored) if spec is None else pytree.tree_unflatten(mirrored, spec)), None
 
 
 def explain(
@@ -160,15 +182,7 @@ def _remember(
     bounds: str,
     backend: str | None,
 ) -> None:
-    """Leave a guard behind, if the executable is all that a call like this one needs."""
-    plain = (
-        indices.device == bufs[0].device
-        and not executable.has_empty_buffer
-        and not faults.synchronous
-        and not any(buf.requires_grad or buf.is_conj() or buf.is_neg() for buf in bufs)
-    )
-    if not plain:
-        return
+    """Leave a guard behind for the next call like this one."""
     default = backend is None and bounds == "raise"
     key = id(bufs[0]) if default else (id(bufs[0]), bounds, backend)
     shortcut = _shortcuts.get(key)

@@ -26,6 +26,7 @@ class Executable:
         request: the gather; its ``count`` is 0.
         site: names of the buffers.
         on_cuda: whether it runs on a CUDA device.
+        by_address: whether a runner relies on how the buffers' addresses are aligned.
         runners: those made so far, by `bucket_of` the count.
 
     Args:
@@ -37,6 +38,7 @@ class Executable:
     def __init__(self, request: Request, name: str | None, labels: tuple[str, ...]) -> None:
         self.request = request
         self.on_cuda = request.device.type == "cuda"
+        self.by_address = False
         self._name = name
         self.site = Site(next(_plan_numbers), tuple(range(len(labels))), labels)
         faults.plans[self.site.plan] = self.site
@@ -75,6 +77,7 @@ class Executable:
                 request = self.request.with_count(1 << bucket)
                 parts = []
                 for pick in dispatch.select(request, self._name, self.site)[0]:
+                    self.by_address |= pick.backend.name != "torch"
                     site = dataclasses.replace(self.site, numbers=pick.fields)
                     runner = pick.backend.prepare(request.subset(pick.fields), pick.config, site)
                     parts.append((runner, pick.fields))

@@ -82,10 +82,9 @@ class Shortcut:
         runner = self.executable.runners.get(bucket_of(shape[0]))
         if runner is None:
             return None
+        if self.executable.by_address:  # which the guard does not know
+            return None
         if self.executable.on_cuda:
-            # Kernel runners rely on addresses, which the guard does not know.
-            if isinstance(runner, KernelRunner):
-                return None
             faults.raise_pending(self.executable.request.device)
         return tuple(runner(indices, shape, buffers, None))
 
