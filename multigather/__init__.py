@@ -7,16 +7,19 @@ from .api import explain, gather
 from .dispatch import BackendStatus, Explanation, backends
 from .errors import UnsupportedError
 from .faults import check
+from .plan import Plan, plan
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BackendStatus",
     "Explanation",
+    "Plan",
     "UnsupportedError",
     "__version__",
     "backends",
     "check",
     "explain",
     "gather",
+    "plan",
 ]

@@ -79,7 +79,9 @@ def gather(
             if results is not None:
                 return results
     results, executable = gather_checked(indices, bufs, out, bounds, backend)
-    if executable is not None and out is None:
+    if executable is not None and out is None and all(
+        isinstance(buf, torch.Tensor) for buf in bufs
+    ):
         _remember(executable, indices, bufs, bounds, backend)
     return results
 
@@ -95,7 +97,7 @@ def gather_checked(
 
     Returns:
         What `gather` returns; and the executable, if the call was so plain that a guard on the
-        layouts of ``(indices, *bufs)`` is all that another such call needs.
+        layouts of the indices and of the tensors among ``bufs`` is all that another one needs.
     """
     leaves, spec = _flatten(bufs)
     tensors = [leaf for leaf in leaves if leaf is not None]
@@ -136,14 +138,18 @@ def gather_checked(
         results = run(tensors)
     if request.device.type == "cuda" and faults.synchronous and bounds == "raise":
         _synchronise(request.device)
-    if spec is None and len(results) == len(leaves):
-        plain = not (moved or differentiable or faults.synchronous or executable.has_empty_buffer)
-        plain = plain and not any(tensor.is_conj() or tensor.is_neg() for tensor in tensors)
-        plain = plain and not request.host_memory
-        return tuple(results), executable if plain else None
+    plain = not (
+        moved
+        or differentiable
+        or request.host_memory
+        or faults.synchronous
+        or executable.has_empty_buffer
+        or any(tensor.is_conj() or tensor.is_neg() for tensor in tensors)
+    )
     remaining = iter(results)
     mirrored = [None if leaf is None else next(remaining) for leaf in leaves]
-    return (tuple(mirrored) if spec is None else pytree.tree_unflatten(mirrored, spec)), None
+    structured = tuple(mirrored) if spec is None else pytree.tree_unflatten(mirrored, spec)
+    return structured, executable if plain else None
 
 
 def explain(

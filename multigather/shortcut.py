@@ -48,19 +48,23 @@ class Shortcut:
     Args:
         check: guard for the layout of ``(indices, *buffers)``.
         executable: what gathers from buffers of this layout.
+        addresses: of the buffers, if it is for buffers at these addresses only.
 
     Attributes:
         run: takes (indices, buffers), anything at all, and returns new outputs; or None, having
             done nothing, if this call must go the long way.
     """
 
-    def __init__(self, check: Check, executable: Executable) -> None:
+    def __init__(
+        self, check: Check, executable: Executable, addresses: tuple[int, ...] | None = None
+    ) -> None:
         self.check = check
+        self._addresses = addresses
         self.executable = executable
         self._launches: dict[int, Facts] = {}
         run = None
         if executable.on_cuda:
-            run = repeated_launch(check, executable.request, self._launches)
+            run = repeated_launch(check, executable.request, self._launches, addresses)
         self.run = run or self._run
 
     def learn(self, count: int) -> None:
@@ -78,6 +82,10 @@ class Shortcut:
                 return None
         except TypeError:  # not tensors
             return None
+        if self._addresses is not None:
+            for buffer, address in zip(buffers, self._addresses, strict=True):
+                if buffer.data_ptr() != address:
+                    return None
         shape = indices.shape
         runner = self.executable.runners.get(bucket_of(shape[0]))
         if runner is None:
@@ -112,7 +120,12 @@ def guard(indices: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Check | Non
     return check if works else None
 
 
-def repeated_launch(check: Check, request: Request, launches: dict[int, Facts]) -> Run | None:
+def repeated_launch(
+    check: Check,
+    request: Request,
+    launches: dict[int, Facts],
+    addresses: tuple[int, ...] | None = None,
+) -> Run | None:
     """`Shortcut.run` for a GPU, generated for the request's buffers.
 
     Straight code for a known number of buffers saves what loops over them cost: in a decode step's
@@ -122,6 +135,7 @@ def repeated_launch(check: Check, request: Request, launches: dict[int, Facts]) 
         check: guard for the layout of ``(indices, *buffers)``.
         request: the gather.
         launches: launches into new outputs from contiguous indices, by the number of indices.
+        addresses: of the buffers, if it is for buffers at these addresses only.
 
     Returns:
         The function, or None where torch has no fast allocation.
@@ -156,11 +170,12 @@ def repeated_launch(check: Check, request: Request, launches: dict[int, Facts]) 
         scope[f"strides{k}"] = (stride, *strides)
         scope[f"dtype{k}"] = field.dtype
         allocations.append(f"    o{k} = empty((count{sizes},), strides{k}, dtype{k})")
-    misaligned = " or ".join(
+    elsewhere = " or ".join(
         f"({' | '.join(names)}) & {mask}" for mask, names in checks.items() if mask
     )
-    order = KernelRunner.order(request)
-    addresses = ", ".join(f"s{k}, o{k}.data_ptr()" for k in order)
+    if addresses is not None:
+        elsewhere = " or ".join(f"s{k} != {address}" for k, address in enumerate(addresses))
+    pointers = ", ".join(f"s{k}, o{k}.data_ptr()" for k in KernelRunner.order(request))
     lines = [
         "def run(indices, buffers):",
         "    try:",
@@ -175,7 +190,7 @@ def repeated_launch(check: Check, request: Request, launches: dict[int, Facts]) 
         "        return None",
         f"    ({', '.join(f'b{k}' for k in numbers)},) = buffers",
         *(f"    s{k} = b{k}.data_ptr()" for k in numbers),
-        *([f"    if {misaligned}:", "        return None"] if misaligned else []),
+        *([f"    if {elsewhere}:", "        return None"] if elsewhere else []),
         *allocations,
         "    function, grid, threads, shared_bytes, pool, launch = launches[count]",
         "    try:",
@@ -183,7 +198,7 @@ def repeated_launch(check: Check, request: Request, launches: dict[int, Facts]) 
         "    except IndexError:",
         "        block = launch.new_block()",
         "    memory, address, _ = block",
-        f"    pack(memory, 0, indices.data_ptr(), {addresses})",
+        f"    pack(memory, 0, indices.data_ptr(), {pointers})",
         "    try:",
         "        launch_kernel(",
         "            function, grid, 1, 1, threads, 1, 1, shared_bytes,",

@@ -1,0 +1,122 @@
+"""`plan`: everything about a gather that does not depend on the indices, resolved once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from . import api
+from .shortcut import Shortcut, guard
+
+
+class Plan:
+    """A gather from fixed buffers: ``plan(indices)`` is ``tuple(b[indices] for b in bufs)``.
+
+    Made by `plan`. It cannot be changed, may be called by any number of threads, and keeps its
+    buffers alive. Values written into the buffers are seen by the next call, as always; a buffer
+    that was resized, re-strided or moved to other memory is refused, because the plan would no
+    longer be for what the caller has.
+    """
+
+    def __init__(self, bufs: tuple[Any, ...], bounds: str, backend: str | None) -> None:
+        self._bufs = bufs
+        self._bounds = bounds
+        self._backend = backend
+        self._leaves, self._spec = pytree.tree_flatten(bufs)
+        self._tensors = tuple(leaf for leaf in self._leaves if leaf is not None)
+        self._flat = len(self._tensors) == len(bufs) and all(
+            isinstance(buf, torch.Tensor) for buf in bufs
+        )
+        self._shortcuts: dict[torch.dtype, Shortcut] = {}
+        # Refuses what no gather could take, before the first indices come.
+        first = self._tensors[0] if self._tensors else None
+        device = first.device if isinstance(first, torch.Tensor) else "cpu"
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        api.gather_checked(none, bufs, None, bounds, backend)
+        self._layouts = tuple(map(_layout, self._tensors))
+
+    def __call__(self, indices: torch.Tensor, out: Sequence[Any] | None = None) -> tuple[Any, ...]:
+        """Gather rows ``indices`` of the plan's buffers.
+
+        Args:
+            indices: as for `multigather.gather`.
+            out: as for `multigather.gather`.
+
+        Returns:
+            What ``multigather.gather(indices, *bufs, out=out)`` returns.
+
+        Raises:
+            ValueError: a buffer was resized, re-strided or moved since the plan was made.
+            TypeError, ValueError, IndexError, UnsupportedError: as `multigather.gather`.
+        """
+        if out is None:
+            shortcut = self._shortcuts.get(getattr(indices, "dtype", None))
+            if shortcut is not None:
+                results = shortcut.run(indices, self._tensors)
+                if results is not None:
+                    return results if self._flat else self._mirrored(results)
+        for number, (tensor, layout) in enumerate(zip(self._tensors, self._layouts, strict=True)):
+            if _layout(tensor) != layout:
+                raise ValueError(
+                    f"tensor {number} of the plan has changed: it had {_text(layout)} when the "
+                    f"plan was made and has {_text(_layout(tensor))} now; make a new plan"
+                )
+        results, executable = api.gather_checked(
+            indices, self._bufs, out, self._bounds, self._backend
+        )
+        if executable is not None and out is None:
+            self._learn(indices, executable)
+        return results
+
+    def explain(self, indices: torch.Tensor) -> Any:
+        """As `multigather.explain` for the plan's buffers."""
+        return api.explain(indices, *self._bufs, bounds=self._bounds, backend=self._backend)
+
+    def _mirrored(self, results: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+        remaining = iter(results)
+        leaves = [None if leaf is None else next(remaining) for leaf in self._leaves]
+        mirrored: tuple[Any, ...] = pytree.tree_unflatten(leaves, self._spec)
+        return mirrored
+
+    def _learn(self, indices: torch.Tensor, executable: Any) -> None:
+        shortcut = self._shortcuts.get(indices.dtype)
+        if shortcut is None or not shortcut.check(indices, *self._tensors):
+            check = guard(indices, self._tensors)
+            if check is None:
+                return
+            addresses = tuple(tensor.data_ptr() for tensor in self._tensors)
+            shortcut = Shortcut(check, executable, addresses)
+            self._shortcuts[indices.dtype] = shortcut
+        shortcut.learn(indices.numel())
+
+
+def plan(*bufs: Any, bounds: str = "raise", backend: str | None = None) -> Plan:
+    """Resolve a gather from fixed buffers once; calling the plan is the cheapest gather there is.
+
+    Args:
+        *bufs: as for `multigather.gather`; they are kept alive.
+        bounds: as for `multigather.gather`.
+        backend: as for `multigather.gather`.
+
+    Returns:
+        A `Plan`; ``plan(*bufs)(indices)`` equals ``gather(indices, *bufs)``.
+
+    Raises:
+        TypeError, ValueError, UnsupportedError: as `multigather.gather` for the same buffers.
+    """
+    return Plan(bufs, bounds, backend)
+
+
+Layout = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+
+
+def _layout(tensor: torch.Tensor) -> Layout:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _text(layout: Layout) -> str:
+    address, shape, stride, dtype = layout
+    return f"{dtype} {list(shape)} with strides {list(stride)} at {address:#x}"

@@ -1,0 +1,209 @@
+"""Plans: the same results as `gather`, for the same buffers only."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import pytest
+import torch
+from cases import Slab, assert_gathered
+from conftest import Target
+
+import multigather
+from multigather import api, shortcut
+
+
+def buffers(target: Target) -> list[torch.Tensor]:
+    return [
+        Slab(40, (9,), torch.float32, target.device, seed=1).tensor,
+        Slab(30, (), torch.bool, target.device, seed=2).tensor,
+        Slab(50, (64,), torch.uint8, target.device, offset=1, seed=3).tensor,
+    ]
+
+
+def test_plan_gathers_what_gather_gathers(target: Target) -> None:
+    """Repeated calls with other indices, counts, index dtypes and shapes, and changed values."""
+    sources = buffers(target)
+    plan = multigather.plan(*sources, backend=target.backend)
+    generator = torch.Generator().manual_seed(0)
+    for turn in range(12):
+        for count in (1, 7, 0, 7, 33):
+            dtype = (torch.int64, torch.int32)[turn % 2]
+            indices = torch.randint(30, (count,), generator=generator).to(dtype).to(target.device)
+            for output, source in zip(plan(indices), sources, strict=True):
+                assert_gathered(output, indices, source)
+        sources[0].view(torch.int32).add_(1)
+    indices = torch.tensor([[1, 2], [29, -1]], device=target.device)
+    for output, source in zip(plan(indices), sources, strict=True):
+        assert_gathered(output, indices, source)
+
+
+def test_plan_mirrors_its_arguments(target: Target) -> None:
+    """Dicts and None, also on the repeated call, and out=."""
+    a, b, _ = buffers(target)
+    plan = multigather.plan({"a": a, "none": None}, None, b, backend=target.backend)
+    indices = torch.tensor([3, 0, 29], device=target.device)
+    for _ in range(3):
+        first, none, last = plan(indices)
+        assert list(first) == ["a", "none"] and first["none"] is None and none is None
+        assert_gathered(first["a"], indices, a)
+        assert_gathered(last, indices, b)
+    into = ({"a": torch.empty_like(a[:3]), "none": None}, None, torch.empty_like(b[:3]))
+    written = plan(indices, out=into)
+    assert written[0]["a"] is into[0]["a"] and written[2] is into[2]
+    assert_gathered(into[0]["a"], indices, a)
+
+
+@pytest.mark.parametrize("called", [0, 2], ids=["first call", "repeated call"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.resize_(20, 9),
+        lambda t: t.set_(torch.zeros(40, 9, device=t.device)),
+        lambda t: t.as_strided_((9, 40), (1, 9)),
+        lambda t: t.unsqueeze_(1),
+        lambda t: setattr(t, "data", torch.ones(40, 9, device=t.device)),
+    ],
+    ids=["resized", "moved", "transposed", "reshaped", "data"],
+)
+def test_changed_buffers_are_refused(target: Target, change, called: int) -> None:
+    """A buffer that is no longer laid out, or no longer lies, where the plan saw it."""
+    sources = buffers(target)
+    sources[0] = sources[0].clone()
+    plan = multigather.plan(*sources, backend=target.backend)
+    indices = torch.tensor([1, 2], device=target.device)
+    for _ in range(called):
+        plan(indices)
+    change(sources[0])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="tensor 0 of the plan has changed.*make a new plan"):
+            plan(indices)
+
+
+def test_gather_follows_changed_buffers(target: Target) -> None:
+    """Where a plan refuses, gather resolves anew: it never reads by an old layout."""
+    source = torch.arange(360, dtype=torch.float32, device=target.device).view(40, 9)
+    indices = torch.tensor([1, 5, 7], device=target.device)
+    for change in (
+        lambda: source.resize_(20, 9),
+        lambda: source.set_(torch.randn(30, 4, device=target.device)),
+        lambda: source.as_strided_((20, 2), (4, 1)),
+        lambda: source.set_(torch.randn(401, device=target.device)[1:].view(100, 4)),
+    ):
+        for _ in range(3):
+            assert_gathered(
+                multigather.gather(indices, source, backend=target.backend)[0], indices, source
+            )
+        change()
+        for _ in range(3):
+            assert_gathered(
+                multigather.gather(indices, source, backend=target.backend)[0], indices, source
+            )
+
+
+def test_other_alignment_under_the_same_layout(target: Target) -> None:
+    """Views that differ only in their address, by any number of bytes, in calls that repeat."""
+    memory = torch.arange(4096, device=target.device).to(torch.uint8)
+    indices = torch.tensor([3, 0, 7], device=target.device)
+    for _ in range(3):
+        for offset in (0, 16, 1, 8, 4, 2, 32):
+            source = memory[offset : offset + 256].view(16, 16)
+            (output,) = multigather.gather(indices, source, backend=target.backend)
+            assert_gathered(output, indices, source)
+
+
+def test_plan_is_refused_when_it_is_made(target: Target) -> None:
+    """Bad buffers and options are refused before the first call."""
+    (source, *_) = buffers(target)
+    with pytest.raises(ValueError, match="bounds"):
+        multigather.plan(source, bounds="wrap", backend=target.backend)
+    with pytest.raises(TypeError, match=r"bufs\[1\]"):
+        multigather.plan(source, "text", backend=target.backend)
+    if target.backend != "torch":
+        with pytest.raises(multigather.UnsupportedError, match="not contiguous"):
+            multigather.plan(source[:, ::2], backend=target.backend)
+
+
+def test_plan_reports_bad_indices(target: Target) -> None:
+    """A repeated call reports a bad index as the first one does."""
+    source, *_ = buffers(target)
+    plan = multigather.plan(source, backend=target.backend)
+    good = torch.tensor([0, 39], device=target.device)
+    bad = torch.tensor([0, 40], device=target.device)
+    for _ in range(3):
+        plan(good)
+        with pytest.raises(IndexError, match=r"\[1\] is 40, out of range for bufs\[0\] with 40 rows"):
+            plan(bad)
+            multigather.check()
+    assert_gathered(plan(good)[0], good, source)
+
+
+def test_plan_keeps_its_buffers_and_gather_none(target: Target) -> None:
+    """A plan outlives the caller's references; the shortcuts of gather hold no tensor."""
+    source = torch.randn(40, 9, device=target.device)
+    wanted, alive = source.clone(), weakref.ref(source)
+    indices = torch.tensor([1, 0], device=target.device)
+    multigather.gather(indices, source, backend=target.backend)
+    plan = multigather.plan(source, backend=target.backend)
+    plan(indices)
+    del source
+    assert torch.equal(plan(indices)[0], wanted[indices])
+    del plan
+    assert alive() is None
+
+
+def test_threads_share_a_plan(target: Target) -> None:
+    """Calls from many threads do not mix their indices, counts or outputs."""
+    if target.name == "triton-interpreter":
+        pytest.skip("Triton's interpreter patches its language while a kernel runs, for all threads")
+    sources = buffers(target)
+    plan = multigather.plan(*sources, backend=target.backend)
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            generator = torch.Generator().manual_seed(seed)
+            for _ in range(40):
+                count = int(torch.randint(1, 20, (1,), generator=generator))
+                indices = torch.randint(30, (count,), generator=generator).to(target.device)
+                for output, source in zip(plan(indices), sources, strict=True):
+                    assert_gathered(output, indices, source)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_inference_mode_and_gradients_do_not_confuse_a_shortcut(target: Target) -> None:
+    """A guard made in one mode is not used in another that needs more."""
+    source = torch.randn(40, 9, dtype=torch.float64, device=target.device)
+    indices = torch.tensor([1, 0, 1], device=target.device)
+    for _ in range(3):
+        multigather.gather(indices, source, backend=target.backend)
+        with torch.inference_mode():
+            (output,) = multigather.gather(indices, source, backend=target.backend)
+            assert torch.equal(output, source[indices])
+    source.requires_grad_()
+    for _ in range(3):
+        (output,) = multigather.gather(indices, source, backend=target.backend)
+        (gradient,) = torch.autograd.grad(output.sum(), source)
+        assert gradient[1].tolist() == [2.0] * 9
+
+
+def test_without_torchs_private_guard(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the private class is missing every call takes the long way."""
+    api.forget()
+    monkeypatch.setattr(shortcut, "TensorGuards", None)
+    source, *_ = buffers(target)
+    indices = torch.tensor([1, 2], device=target.device)
+    plan = multigather.plan(source, backend=target.backend)
+    for _ in range(3):
+        assert_gathered(multigather.gather(indices, source, backend=target.backend)[0], indices, source)
+        assert_gathered(plan(indices)[0], indices, source)
+    assert not api._shortcuts
