@@ -15,7 +15,7 @@ from .bounds import as_int64, resolve
 from .executable import Executable
 from .outputs import check_outputs
 from .request import BOUNDS, INDEX_DTYPES, Request, field_of
-from .shortcut import Shortcut, guard
+from .shortcut import OutShortcut, Shortcut, guard
 
 BACKEND_NAMES = tuple(backend.name for backend in dispatch.BACKENDS)
 
@@ -26,6 +26,7 @@ _executables: dict[tuple[Any, ...], Executable] = {}
 _executables_lock = threading.Lock()
 # By the first buffer's id and the options that are not the default ones.
 _shortcuts: dict[Any, Shortcut] = {}
+_out_shortcuts: dict[tuple[int, int, str, str | None], OutShortcut] = {}
 
 
 def gather(
@@ -66,7 +67,11 @@ def gather(
             error is raised by the next call that can see it, or by `check`.
         UnsupportedError: the named backend cannot run this; the message says why.
     """
-    if out is None and bufs:
+    if out is not None and bufs:
+        results = _into_known(indices, bufs, out, bounds, backend)
+        if results is not None:
+            return results
+    elif bufs:
         # A program gathers from the same buffers over and over. Another object that has the first
         # one's id by now is no danger: the shortcut's guard looks at the tensors of this call.
         default = backend is None and bounds == "raise"
@@ -79,10 +84,15 @@ def gather(
             if results is not None:
                 return results
     results, executable = gather_checked(indices, bufs, out, bounds, backend)
-    if executable is not None and out is None and all(
-        isinstance(buf, torch.Tensor) for buf in bufs
-    ):
-        _remember(executable, indices, bufs, bounds, backend)
+    if executable is not None and all(isinstance(buf, torch.Tensor) for buf in bufs):
+        if out is None:
+            _remember(executable, indices, bufs, bounds, backend)
+        else:
+            known = OutShortcut(indices, bufs, results, executable)
+            with _executables_lock:
+                if len(_out_shortcuts) >= KEPT_EXECUTABLES:
+                    _out_shortcuts.clear()
+                _out_shortcuts[id(bufs[0]), id(out[0]), bounds, backend] = known
     return results
 
 
@@ -145,6 +155,7 @@ def gather_checked(
         or faults.synchronous
         or executable.has_empty_buffer
         or any(tensor.is_conj() or tensor.is_neg() for tensor in tensors)
+        or any(each.requires_grad for each in outs or ())
     )
     remaining = iter(results)
     mirrored = [None if leaf is None else next(remaining) for leaf in leaves]
@@ -179,6 +190,18 @@ def forget() -> None:
     with _executables_lock:
         _executables.clear()
         _shortcuts.clear()
+        _out_shortcuts.clear()
+
+
+def _into_known(
+    indices: torch.Tensor, bufs: tuple[Any, ...], out: Any, bounds: str, backend: str | None
+) -> tuple[torch.Tensor, ...] | None:
+    """Gather into outputs that an earlier call has checked; None if there was none."""
+    try:
+        known = _out_shortcuts[id(bufs[0]), id(out[0]), bounds, backend]
+    except (KeyError, IndexError, TypeError):
+        return None
+    return known.run(indices, bufs, out) if isinstance(out, (tuple, list)) else None
 
 
 def _remember(

@@ -30,6 +30,7 @@ from .launch import (
     fast_allocation,
     launch_function,
 )
+from .outputs import extent
 from .request import Request
 
 try:
@@ -59,8 +60,8 @@ class Shortcut:
         self, check: Check, executable: Executable, addresses: tuple[int, ...] | None = None
     ) -> None:
         self.check = check
-        self._addresses = addresses
         self.executable = executable
+        self._addresses = addresses
         self._launches: dict[int, Facts] = {}
         run = None
         if executable.on_cuda:
@@ -95,6 +96,76 @@ class Shortcut:
         if self.executable.on_cuda:
             faults.raise_pending(self.executable.request.device)
         return tuple(runner(indices, shape, buffers, None))
+
+
+class OutShortcut:
+    """What a call with ``out=`` leaves behind for the next one with the same tensors.
+
+    Its outputs were found to fit and to share no memory with the buffers or one another. That
+    stays true while all of them keep their layouts, which a guard looks at, and their addresses.
+    Only the indices may be others, so only they are compared with the outputs again.
+
+    Args:
+        indices: of the call that was checked.
+        buffers: its buffers.
+        outs: its outputs.
+        executable: what gathers.
+    """
+
+    def __init__(
+        self,
+        indices: torch.Tensor,
+        buffers: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        executable: Executable,
+    ) -> None:
+        self._check = guard(indices, (*buffers, *outs))
+        self._executable = executable
+        self._count = indices.numel()
+        self._addresses = [tensor.data_ptr() for tensor in (*buffers, *outs)]
+        self._extents = [extent(out) for out in outs if out.numel()]
+        runner = executable.runners.get(bucket_of(self._count))
+        self._runner = runner
+        self._launch: Launch | None = None
+        if isinstance(runner, KernelRunner):
+            self._launch = runner.launch_into(self._count, outs)
+            if self._launch is None:
+                self._runner = None
+        self._order = KernelRunner.order(executable.request)
+
+    def run(
+        self, indices: Any, buffers: Sequence[Any], outs: Sequence[Any]
+    ) -> tuple[torch.Tensor, ...] | None:
+        """Gather into the outputs; None, having done nothing, if this call must be checked anew."""
+        if self._check is None or self._runner is None:
+            return None
+        try:
+            if not self._check(indices, *buffers, *outs):
+                return None
+        except TypeError:  # not tensors, or not as many
+            return None
+        if indices.numel() != self._count:
+            return None
+        addresses = [tensor.data_ptr() for tensor in buffers]
+        addresses += [tensor.data_ptr() for tensor in outs]
+        if addresses != self._addresses:
+            return None
+        start = indices.data_ptr()
+        end = start + self._count * indices.itemsize
+        for low, high in self._extents:
+            if start < high and low < end:
+                return None
+        if self._executable.on_cuda:
+            faults.raise_pending(self._executable.request.device)
+        if self._launch is not None:
+            pointers = [start]
+            half = len(buffers)
+            for number in self._order:
+                pointers += (addresses[number], addresses[half + number])
+            self._launch(pointers)
+        elif self._count:
+            self._runner(indices, indices.shape, buffers, outs)
+        return tuple(outs)
 
 
 def guard(indices: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Check | None:

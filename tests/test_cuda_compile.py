@@ -210,7 +210,9 @@ def compile_all(specialisations: Iterable[Specialisation], architecture: int) ->
         assert result.cubin.startswith(b"\x7fELF"), f"no machine code: {describe(each)}"
         assert b"\0gather\0" in result.cubin, f"no kernel of that name: {describe(each)}"
         assert "warning" not in result.log, f"{describe(each)}: {result.log}"
-        assert result.registers * each.config.threads <= 65536, f"too large a block: {describe(each)}"
+        assert result.registers * each.config.threads <= 65536, (
+            f"too large a block: {describe(each)}"
+        )
     return results
 
 
@@ -223,7 +225,7 @@ def describe(specialisation: Specialisation) -> str:
 
 
 def covering_set() -> list[Specialisation]:
-    """Both layouts in each bounds mode, tiles in both widths; every index type, every table size."""
+    """Both layouts in each bounds mode, tiles in both widths; every index type and table size."""
     shapes = [(TILES, bounds, wide) for bounds in BOUNDS for wide in (False, True)]
     shapes += [(ROWS, bounds, False) for bounds in BOUNDS]
     dtypes = itertools.cycle(INDEX_TYPES)
@@ -310,7 +312,9 @@ def operations(cubin: bytes, folder: Path) -> list[str]:
     path = folder / "gather.cubin"
     path.write_bytes(cubin)
     text = _output([tool, "-c", str(path)])
-    return re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]+)", text, re.MULTILINE)
+    return re.findall(
+        r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]+)", text, re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize(

@@ -207,3 +207,49 @@ def test_without_torchs_private_guard(target: Target, monkeypatch: pytest.Monkey
         assert_gathered(multigather.gather(indices, source, backend=target.backend)[0], indices, source)
         assert_gathered(plan(indices)[0], indices, source)
     assert not api._shortcuts
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["gather", "plan"])
+def test_repeated_outputs_are_still_checked(target: Target, planned: bool) -> None:
+    """A known set of outputs is written without its checks, any other one with all of them."""
+    sources = buffers(target)
+    plan = multigather.plan(*sources, backend=target.backend)
+
+    def call(indices, out):
+        if planned:
+            return plan(indices, out=out)
+        return multigather.gather(indices, *sources, out=out, backend=target.backend)
+
+    memory = torch.zeros(64, dtype=torch.int64, device=target.device)
+    indices = memory[:3]
+    indices.copy_(torch.tensor([2, 0, 29]))
+    outs = [torch.empty_like(source[:3]) for source in sources]
+    for turn in range(4):
+        indices.copy_(torch.tensor([turn, 29 - turn, 5]))
+        assert all(got is given for got, given in zip(call(indices, outs), outs, strict=True))
+        for output, source in zip(outs, sources, strict=True):
+            assert_gathered(output, indices, source)
+    # Other indices of the same layout that lie in an output.
+    overlapping = memory.view(torch.float32)[:27].view(3, 9)
+    shared = [overlapping, *outs[1:]]
+    elsewhere = memory[32:35]
+    elsewhere.copy_(indices)
+    for _ in range(2):
+        call(elsewhere, shared)
+    before = overlapping.clone()
+    with pytest.raises(ValueError, match=r"out\[0\] shares memory with indices"):
+        call(memory[1:4], shared)
+    assert torch.equal(overlapping, before)
+    # An output that became another shape, or another number of indices.
+    outs[1].resize_(2)
+    with pytest.raises(ValueError, match=r"out\[1\] has shape"):
+        call(indices, outs)
+    outs[1].resize_(3)
+    with pytest.raises(ValueError, match=r"out\[0\] has shape"):
+        call(elsewhere[:2], outs)
+    with pytest.raises(ValueError, match="one item per buffer"):
+        call(indices, outs[:2])
+    bad = torch.tensor([0, 50, 1], device=target.device)
+    with pytest.raises(IndexError, match=r"\[1\] is 50"):
+        call(bad, outs)
+        multigather.check()

@@ -154,7 +154,7 @@ print("done")
     ],
 )
 def test_sanitizers_would_report(script: str, good: int, bad: int, report: str) -> None:
-    """A kernel that leaves its buffers, or uses a unit that an address does not allow, is caught."""
+    """A kernel that leaves its buffers, or whose unit an address does not allow, is caught."""
     done = run("-c", script.replace("VALUE", str(good)))
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
     done = run("-c", script.replace("VALUE", str(bad)))

@@ -233,7 +233,7 @@ def test_a_full_launch_compiles(name: str, results: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", LARGE_CASES)
 def test_large_values_are_passed_in_64_bits(name: str, results: dict[str, Any]) -> None:
-    """A value near 2**31 or beyond makes its parameter, and the arithmetic with it, 64 bits wide."""
+    """A value near 2**31 or beyond makes its parameter, and arithmetic with it, 64 bits wide."""
     result = results["large"][[*LARGE_CASES].index(name)]
     check(result)
     # Beside the pointers: indices, faults, source, destination and two that Triton appends.
@@ -248,7 +248,7 @@ def test_no_wide_access_without_alignment(results: dict[str, Any]) -> None:
 
 
 def test_no_value_is_compiled_in(results: dict[str, Any]) -> None:
-    """Row counts, strides, row sizes of one padded size, counts and labels share one compilation."""
+    """Row counts, strides, row sizes of one padded size, counts and labels share one build."""
     found = results["same"]
     assert all("error" not in result for result in found), found
     made = [result["compilations"] for result in found]
@@ -257,4 +257,3 @@ def test_no_value_is_compiled_in(results: dict[str, Any]) -> None:
     assert sum(made[:per_way]) <= 1, made
     assert sum(made[per_way : 2 * per_way]) <= 1, made
     assert made[2 * per_way :] == [1] * len(OTHER_CODE), made
-

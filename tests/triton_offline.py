@@ -1,9 +1,9 @@
 """Compiles the Triton kernel for GPUs that are not there; a script run by test_triton_compile.py.
 
-Reads a JSON list of cases from standard input and writes a JSON list of results. A process of its
-own is needed: where there is no GPU, the tests have the kernel interpreted, and Triton settles that
-for a whole process. What runs is the backend's code up to the launch; Triton's driver is replaced by
-one that names a GPU and loads nothing.
+Reads a JSON list of cases from standard input and writes a JSON list of results. It needs a process
+of its own: where there is no GPU, the tests have the kernel interpreted, and Triton settles that for
+a whole process. What runs is the backend's code up to the launch; Triton's driver is replaced by one
+that names a GPU and loads nothing.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     with (
         warnings.catch_warnings(record=True) as caught,
         mock.patch.object(torch.cuda, "device", contextlib.nullcontext),
-        mock.patch.object(faults, "board_of", lambda device: board),
+        mock.patch.object(faults, "board_of", return_value=board),
     ):
         warnings.simplefilter("always")
         launch = launch_of(case)
@@ -141,7 +141,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     if compilations:
         ptx = Path(compilations[-1][".ptx"]).read_text()
         (parameters,) = re.findall(r"\.entry gather\((.*?)\)", ptx, re.DOTALL)
-        result["parameter_bits"] = [int(bits) for bits in re.findall(r"\.param \.[a-z](\d+)", parameters)]
+        result["parameter_bits"] = [
+            int(bits) for bits in re.findall(r"\.param \.[a-z](\d+)", parameters)
+        ]
         result["accesses"] = sorted(set(re.findall(r"(?:ld|st)\.global[\w.:]*", ptx)))
         result["resources"] = resources(compilations[-1][".cubin"])
         result["shared"] = json.loads(Path(compilations[-1][".json"]).read_text())["shared"]

@@ -246,15 +246,10 @@ def _compile(
                 **arguments,
             )
 
-    try:
-        compiled = compiled.result() if hasattr(compiled, "result") else compiled
-        compiled._init_handles()
-        metadata = compiled.metadata
-        if getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "num_ctas", 1) != 1:
-            return launch_by_triton
-        signature, function, shared = compiled.src.signature, compiled.function, metadata.shared
-    except AttributeError:
+    found = driver_facts(compiled)
+    if found is None:
         return launch_by_triton
+    signature, function, shared = found
     names = ["indices"]
     for number in range(len(dtypes)):
         names += (f"sources {number}", f"destinations {number}")
@@ -280,10 +275,26 @@ def _compile(
     for _ in range(2):
         offsets.append(8 * len(names) + len(constants))
         constants += bytes(8)
-    threads = 32 * config_warps(metadata, arguments)
+    threads = 32 * arguments["num_warps"]
     return Launch(
         function, grid, threads, shared, device.index, len(names), bytes(constants), offsets, compiled
     )
+
+
+def driver_facts(compiled: Any) -> tuple[dict[str, Any], int, int] | None:
+    """Signature, function handle and shared memory of a compiled kernel.
+
+    None if this Triton does not tell, or if the kernel needs what only Triton's launcher can give.
+    """
+    try:
+        compiled = compiled.result() if hasattr(compiled, "result") else compiled
+        compiled._init_handles()
+        metadata = compiled.metadata
+        if getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "num_ctas", 1) != 1:
+            return None
+        return compiled.src.signature, compiled.function, metadata.shared
+    except AttributeError:
+        return None
 
 
 def _stand_ins(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -303,11 +314,6 @@ def _stand_ins(arguments: dict[str, Any]) -> dict[str, Any]:
     return {
         name: stand_in(value) if name in VALUES else value for name, value in arguments.items()
     }
-
-
-def config_warps(metadata: Any, arguments: dict[str, Any]) -> int:
-    """Warps per program that a kernel was compiled for."""
-    return int(getattr(metadata, "num_warps", arguments["num_warps"]))
 
 
 def _run_on_cpu(

@@ -116,6 +116,17 @@ def flat_row_stride(tensor: torch.Tensor, leading: int) -> int | None:
     return stride or 0
 
 
+def destinations_of(outs: Sequence[torch.Tensor], leading: int) -> list[Destination]:
+    """Layouts of outputs whose first ``leading`` dimensions are those of the indices."""
+    return [
+        Destination(
+            (flat_row_stride(out, leading) or 0) * out.element_size(),
+            power_of_two_divisor(out.data_ptr()),
+        )
+        for out in outs
+    ]
+
+
 def empty_outputs(request: Request, shape: torch.Size) -> list[torch.Tensor]:
     """New contiguous outputs for indices of this shape."""
     return [
@@ -187,13 +198,7 @@ class KernelRunner:
         if outs is None:
             outs = empty_outputs(self.request, shape)
         else:
-            destinations = [
-                Destination(
-                    (flat_row_stride(out, len(shape)) or 0) * out.element_size(),
-                    power_of_two_divisor(out.data_ptr()),
-                )
-                for out in outs
-            ]
+            destinations = destinations_of(outs, len(shape))
             key = (count, stride, *destinations)
         if count:
             launches = self._launches.get(key) or self._add(key, destinations)
@@ -220,7 +225,14 @@ class KernelRunner:
 
         None too where it is not a single launch through the driver.
         """
-        launches = self._launches.get((count, 1), [])
+        return self._single((count, 1))
+
+    def launch_into(self, count: int, outs: Sequence[torch.Tensor]) -> Launch | None:
+        """As `launch`, for a call with one dimension of indices into these outputs."""
+        return self._single((count, 1, *destinations_of(outs, 1)))
+
+    def _single(self, key: tuple[Any, ...]) -> Launch | None:
+        launches = self._launches.get(key, [])
         if len(launches) == 1 and isinstance(launches[0], Launch):
             return launches[0]
         return None

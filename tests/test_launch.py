@@ -1,0 +1,129 @@
+"""The ways to launch a compiled function: every rung of the ladder, and what happens without."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from cases import Slab, assert_gathered
+from conftest import HAVE_GPU
+
+import multigather
+from multigather import api, launch, shortcut
+from multigather.backends import _triton
+
+
+def gather_twice(backend: str) -> None:
+    """A first and a repeated call, checked."""
+    api.forget()
+    slabs = [Slab(9, (5,), torch.float32, "cuda"), Slab(9, (), torch.uint8, "cuda", offset=1)]
+    indices = torch.tensor([8, 0, -1], device="cuda")
+    for _ in range(3):
+        outputs = multigather.gather(indices, *(slab.tensor for slab in slabs), backend=backend)
+        for output, slab in zip(outputs, slabs, strict=True):
+            assert_gathered(output, indices, slab.tensor)
+    api.forget()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAVE_GPU, reason="torch sees no CUDA device")
+@pytest.mark.parametrize("backend", ["cupy", "triton"])
+@pytest.mark.parametrize("rung", launch.LADDER, ids=lambda rung: rung.__name__)
+def test_every_rung_launches(rung: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy's driver call, cuda.bindings and ctypes launch both backends' functions."""
+    try:
+        function = rung()
+    except ImportError as error:
+        pytest.skip(str(error))
+    calls = []
+
+    def counted(*arguments: int) -> None:
+        calls.append(arguments)
+        function(*arguments)
+
+    monkeypatch.setattr(launch, "launch_function", lambda: counted)
+    monkeypatch.setattr(shortcut, "launch_function", lambda: counted)
+    gather_twice(backend)
+    assert len(calls) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAVE_GPU, reason="torch sees no CUDA device")
+@pytest.mark.parametrize("rung", launch.LADDER, ids=lambda rung: rung.__name__)
+def test_a_refused_launch_is_an_error(rung: Any) -> None:
+    """The driver's refusal raises and names its error: 4096 threads are more than a block has."""
+    try:
+        function = rung()
+    except ImportError as error:
+        pytest.skip(str(error))
+    slab = Slab(9, (5,), torch.float32, "cuda")
+    indices = torch.tensor([8], device="cuda")
+    api.forget()
+    multigather.gather(indices, slab.tensor, backend="cupy")
+    (known,) = api._shortcuts.values()
+    (facts,) = known._launches.values()
+    block = facts[5].new_block()
+    with pytest.raises(Exception, match="INVALID_VALUE"):
+        function(facts[0], 1, 1, 1, 4096, 1, 1, 0, 0, block.address, 0)
+    gather_twice("cupy")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAVE_GPU, reason="torch sees no CUDA device")
+@pytest.mark.parametrize("backend", ["cupy", "triton", "torch"])
+def test_a_new_thread_can_gather(backend: str) -> None:
+    """A thread that has made no CUDA call yet, into outputs that were made elsewhere."""
+    slab = Slab(9, (5,), torch.float32, "cuda")
+    indices = torch.tensor([8, 2], device="cuda")
+    out = [torch.empty(2, 5, device="cuda")]
+    plan = multigather.plan(slab.tensor, backend=backend)
+    for _ in range(2):
+        plan(indices, out=out)
+    out[0].zero_()
+    torch.cuda.synchronize()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            plan(indices, out=out)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not failures
+    assert_gathered(out[0], indices, slab.tensor)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAVE_GPU, reason="torch sees no CUDA device")
+def test_triton_launches_what_the_driver_call_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled kernel without the private parts that are needed goes through Triton's launcher."""
+    monkeypatch.setattr(_triton, "driver_facts", lambda compiled: None)
+    gather_twice("triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAVE_GPU, reason="torch sees no CUDA device")
+def test_without_torchs_fast_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has no fast allocation, repeated calls take the long way."""
+    monkeypatch.setattr(shortcut, "fast_allocation", lambda: None)
+    gather_twice("cupy")
+
+
+def test_no_driver_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any rung the error says what was looked for."""
+
+    def missing() -> Any:
+        raise ImportError("no such module")
+
+    monkeypatch.setattr(launch, "LADDER", (missing, missing))
+    launch.launch_function.cache_clear()
+    try:
+        with pytest.raises(launch.LaunchError, match=r"CuPy, cuda.bindings nor libcuda.so.1"):
+            launch.launch_function()
+    finally:
+        launch.launch_function.cache_clear()
