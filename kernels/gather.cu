@@ -57,15 +57,51 @@ struct Parameters {
     Field field[FIELDS];
 };
 
+// What copying one field takes, in registers. All of it is read before anything depends on it: the
+// parameters' first reads miss the constant cache, and misses in a row cost as much as a launch.
+struct Copy {
+    const char* source;
+    char* destination;
+    i64 rows;
+    i64 source_stride;
+    i64 destination_stride;
+    i64 units;
+    unsigned log2_unit;
+    unsigned magic;
+    unsigned shift;
+};
+
+// Keeps the compiler from moving the read of a value to its first use.
+#ifdef __CUDACC__
+#define READ_NOW(constraint, value) asm volatile("" : "+" constraint(value))
+#else
+#define READ_NOW(constraint, value)
+#endif
+
+__device__ __forceinline__ Copy copy_of(const Parameters& p, unsigned k) {
+    const Field& field = p.field[k];
+    Copy copy = {p.pointer[k].source, p.pointer[k].destination, field.rows, field.source_stride,
+                 field.destination_stride, field.units, field.log2_unit, field.magic, field.shift};
+    READ_NOW("l", copy.source);
+    READ_NOW("l", copy.destination);
+    READ_NOW("l", copy.rows);
+    READ_NOW("l", copy.source_stride);
+    READ_NOW("l", copy.destination_stride);
+    READ_NOW("l", copy.units);
+    READ_NOW("r", copy.magic);
+    READ_NOW("r", copy.shift);
+    return copy;
+}
+
 #if WIDE
 typedef u64 Count;
-__device__ __forceinline__ Count divide(Count n, const Field& field) { return n / (u64)field.units; }
+__device__ __forceinline__ Count divide(Count n, const Copy& copy) { return n / (u64)copy.units; }
 #else
 typedef unsigned Count;
 // Division by an invariant through a multiply and a shift (Granlund and Montgomery, PLDI 1994,
 // figure 4.1 with the round-up multiplier); exact for every n below 2^31, which the host ensures.
-__device__ __forceinline__ Count divide(Count n, const Field& field) {
-    return (__umulhi(n, field.magic) + n) >> field.shift;
+__device__ __forceinline__ Count divide(Count n, const Copy& copy) {
+    return (__umulhi(n, copy.magic) + n) >> copy.shift;
 }
 #endif
 
@@ -136,42 +172,39 @@ __device__ __forceinline__ bool readable(i64 row) {
 // Addresses are computed for every lane and only the accesses are predicated: a stride that is read
 // under a predicate is read after the index has arrived, and its latency adds to the load's.
 template <typename Unit>
-__device__ __forceinline__ const Unit* source_of(const char* source, const Field& field, i64 row) {
-    return (const Unit*)(source + (readable(row) ? row : 0) * field.source_stride);
+__device__ __forceinline__ const Unit* source_of(const Copy& copy, i64 row) {
+    return (const Unit*)(copy.source + (readable(row) ? row : 0) * copy.source_stride);
 }
 template <typename Unit>
-__device__ __forceinline__ Unit* destination_of(char* destination, const Field& field, i64 position) {
-    return (Unit*)(destination + position * field.destination_stride);
+__device__ __forceinline__ Unit* destination_of(const Copy& copy, i64 position) {
+    return (Unit*)(copy.destination + position * copy.destination_stride);
 }
 
 #if LAYOUT == 0
-// Units base, base + THREADS, ... of one field, numbered through all of its rows.
+// Copies units base, base + THREADS, ... of one field, numbered through all of its rows. Returns
+// the faults that this thread must report: bit u for the row of its unit number u.
 template <typename Unit>
-__device__ __forceinline__ void copy_tile(const Parameters& p, unsigned k, Count tile) {
-    const Field& field = p.field[k];
-    const char* source = p.pointer[k].source;
-    char* destination = p.pointer[k].destination;
-    const Count units = (Count)field.units;
+__device__ __forceinline__ unsigned copy_tile(const Parameters& p, const Copy& copy, Count base) {
+    const Count units = (Count)copy.units;
     const Count total = (Count)p.count * units;
-    const Count base = tile * (Count)(THREADS * UNROLL) + threadIdx.x;
     INDEX index[UNROLL];
     Unit value[UNROLL];
     Unit* target[UNROLL];
-    unsigned bad = 0;  // bit u: this thread reports the row of its unit number u
+    unsigned bad = 0;
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
         const Count unit = base + (Count)(u * THREADS);
         index[u] = 0;
-        if (unit < total) index[u] = load_index(p, (i64)divide(unit, field));
+        if (unit < total) index[u] = load_index(p, (i64)divide(unit, copy));
     }
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
         const Count unit = base + (Count)(u * THREADS);
-        const Count position = divide(unit, field);
+        const Count position = divide(unit, copy);
         const Count column = unit - position * units;
-        const i64 row = row_of(index[u], field.rows);
-        const Unit* from = source_of<Unit>(source, field, row) + column;
-        target[u] = destination_of<Unit>(destination, field, (i64)position) + column;
+        const i64 row = row_of(index[u], copy.rows);
+        const Unit* from = source_of<Unit>(copy, row) + column;
+        target[u] = destination_of<Unit>(copy, (i64)position) + column;
         if (unit < total && !readable(row) && column == 0) bad |= 1u << u;
         value[u] = Unit();
         if (unit < total && readable(row)) value[u] = load(from);
@@ -179,49 +212,40 @@ __device__ __forceinline__ void copy_tile(const Parameters& p, unsigned k, Count
 #pragma unroll
     for (int u = 0; u < UNROLL; u++)
         if (base + (Count)(u * THREADS) < total) store(target[u], value[u]);
-#if BOUNDS == RAISE
-    // Last, and in a loop: a call between the loads would make each wait for the one before.
-    for (int u = 0; bad; u++, bad >>= 1)
-        if (bad & 1) report(p, (i64)divide(base + (Count)(u * THREADS), field), field);
-#endif
+    return bad;
 }
 #else
-// Chunk number `chunk` of row `position` in one field.
+// Copies chunk number `chunk` of row `position` in one field. Returns 1 if this thread must report.
 template <typename Unit>
-__device__ __forceinline__ void copy_chunk(const Parameters& p, unsigned k, i64 position, i64 chunk) {
-    const Field& field = p.field[k];
+__device__ __forceinline__ unsigned copy_chunk(
+    const Parameters& p, const Copy& copy, i64 position, i64 chunk) {
     const i64 column = chunk * (THREADS * UNROLL) + threadIdx.x;
-    if (chunk * (THREADS * UNROLL) >= field.units) return;
-    const i64 row = row_of(load_index(p, position), field.rows);
-    const Unit* from = source_of<Unit>(p.pointer[k].source, field, row) + column;
-    Unit* target = destination_of<Unit>(p.pointer[k].destination, field, position) + column;
+    if (chunk * (THREADS * UNROLL) >= copy.units) return 0;
+    const i64 row = row_of(load_index(p, position), copy.rows);
+    const Unit* from = source_of<Unit>(copy, row) + column;
+    Unit* target = destination_of<Unit>(copy, position) + column;
     Unit value[UNROLL];
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
         value[u] = Unit();
-        if (column + u * THREADS < field.units && readable(row)) value[u] = load(from + u * THREADS);
+        if (column + u * THREADS < copy.units && readable(row)) value[u] = load(from + u * THREADS);
     }
 #pragma unroll
     for (int u = 0; u < UNROLL; u++)
-        if (column + u * THREADS < field.units) store(target + u * THREADS, value[u]);
-#if BOUNDS == RAISE
-    if (!readable(row) && column == 0) report(p, position, field);
-#endif
+        if (column + u * THREADS < copy.units) store(target + u * THREADS, value[u]);
+    return !readable(row) && column == 0;
 }
 #endif
 
 // Comparisons in order of width, not a switch: its jump table is one more load from memory that no
 // earlier launch has left in the cache.
-#define FOR_UNIT_OF(k, function, ...)                                                    \
-    {                                                                                    \
-        const unsigned log2_unit = p.field[k].log2_unit;                                 \
-        if (log2_unit == 4) function<int4>(p, k, __VA_ARGS__);                           \
-        else if (log2_unit == 3) function<int2>(p, k, __VA_ARGS__);                      \
-        else if (log2_unit == 2) function<int>(p, k, __VA_ARGS__);                       \
-        else if (log2_unit == 1) function<short>(p, k, __VA_ARGS__);                     \
-        else if (log2_unit == 0) function<signed char>(p, k, __VA_ARGS__);               \
-        else function<Nothing>(p, k, __VA_ARGS__);                                       \
-    }
+#define FOR_UNIT_OF(copy, function, ...)                                                 \
+    (copy.log2_unit == 4   ? function<int4>(p, copy, __VA_ARGS__)                        \
+     : copy.log2_unit == 3 ? function<int2>(p, copy, __VA_ARGS__)                        \
+     : copy.log2_unit == 2 ? function<int>(p, copy, __VA_ARGS__)                         \
+     : copy.log2_unit == 1 ? function<short>(p, copy, __VA_ARGS__)                       \
+     : copy.log2_unit == 0 ? function<signed char>(p, copy, __VA_ARGS__)                 \
+                           : function<Nothing>(p, copy, __VA_ARGS__))
 
 extern "C" __global__ void __launch_bounds__(THREADS) gather(const __grid_constant__ Parameters p) {
 #if LAYOUT == 0
@@ -235,13 +259,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather(const __grid_consta
     for (unsigned step = SEARCH_STEP; step; step /= 2)
         if (k + step < FIELDS && blockIdx.x >= p.field[k + step].first_tile) k += step;
 #endif
-    const Count tile = (Count)(blockIdx.x - p.field[k].first_tile);
-    FOR_UNIT_OF(k, copy_tile, tile)
+    const Copy copy = copy_of(p, k);
+    const Count base =
+        (Count)(blockIdx.x - p.field[k].first_tile) * (Count)(THREADS * UNROLL) + threadIdx.x;
+    unsigned bad = FOR_UNIT_OF(copy, copy_tile, base);
+#if BOUNDS == RAISE
+    // After the copies, and in a loop: a call between the loads would make each wait for the last.
+    for (int u = 0; bad; u++, bad >>= 1)
+        if (bad & 1) report(p, (i64)divide(base + (Count)(u * THREADS), copy), p.field[k]);
+#else
+    (void)bad;
+#endif
 #else
     const i64 position = (i64)(blockIdx.x / p.chunks);
     const i64 chunk = (i64)(blockIdx.x - (u64)position * p.chunks);
     for (unsigned k = 0; k < (unsigned)p.fields; k++) {
-        FOR_UNIT_OF(k, copy_chunk, position, chunk)
+        const Copy copy = copy_of(p, k);
+        const unsigned bad = FOR_UNIT_OF(copy, copy_chunk, position, chunk);
+#if BOUNDS == RAISE
+        if (bad) report(p, position, p.field[k]);
+#else
+        (void)bad;
+#endif
     }
 #endif
 }
