@@ -66,7 +66,9 @@ def copy_tile_of(
         valid = inside & (row >= 0) & (row < rows)
         bad = inside & ((row < 0) | (row >= rows)) & (tl.zeros_like(position) + chunk == 0)
         # As report() in gather.cu: ticket, record where the ring has a free slot, stamp last.
-        ticket = tl.atomic_add(faults + tl.zeros_like(position), 1, mask=bad, sem="relaxed", scope="sys")
+        ticket = tl.atomic_add(
+            faults + tl.zeros_like(position), 1, mask=bad, sem="relaxed", scope="sys"
+        )
         taken = tl.load(faults + 1 + tl.zeros_like(position), mask=bad, other=0, volatile=True)
         free = bad & (ticket - taken < FAULT_RING)
         record = faults + FAULT_WORDS * (1 + ticket % FAULT_RING)
@@ -82,7 +84,9 @@ def copy_tile_of(
         valid = inside & (row >= 0) & (row < rows)
     elif BOUNDS == "clip":
         # A negative 64-bit value of an unsigned index is a value of 2^63 or more.
-        row = tl.where((row < 0) & (unsigned == 0), 0, tl.where((row >= 0) & (row < rows), row, rows - 1))
+        row = tl.where(
+            (row < 0) & (unsigned == 0), 0, tl.where((row >= 0) & (row < rows), row, rows - 1)
+        )
     if WIDTH > 0:
         # Multiplying by VECTOR shows the compiler that rows start at multiples of it.
         width = units * VECTOR
@@ -100,7 +104,7 @@ def copy_tile_of(
 
 
 # Compile time grows with the square of the code's length: 64 fields in mode "raise" take 260 s if
-# each has its own copy of the code, and 2 s if fields of the same kind share a function (Triton 3.9).
+# each has its own copy of the code, and 2 s if fields of a kind share a function (Triton 3.9).
 # Up to INLINED fields each has its own, which spares the call: 2 s.
 INLINED = tl.constexpr(8)
 inlined_copy_tile = triton.jit(copy_tile_of)

@@ -143,7 +143,7 @@ def gather_checked(
                 "out= cannot be combined with gradients: a buffer requires grad. Leave out= away, "
                 "detach the buffers, or call under torch.no_grad()"
             )
-        results = list(Gather.apply(run, indices, bounds, *tensors))
+        results = list(Gather.apply(run, indices, bounds, *tensors))  # type: ignore[no-untyped-call]
     else:
         results = run(tensors)
     if request.device.type == "cuda" and faults.synchronous and bounds == "raise":
@@ -176,7 +176,7 @@ def explain(
     Raises:
         TypeError, ValueError, UnsupportedError: as `gather` does.
     """
-    leaves, spec = _flatten(bufs)
+    leaves, _ = _flatten(bufs)
     tensors = [leaf for leaf in leaves if leaf is not None]
     executable = _make(None, indices, bufs, leaves, tensors, bounds, backend)
     if executable is None:
@@ -285,8 +285,10 @@ def _make(
             "convert it with torch.as_tensor(indices)"
         )
     if indices.dtype not in INDEX_DTYPES:
-        remedy = "use mask.nonzero() for the positions of a mask" if indices.dtype == torch.bool else (
-            "convert them with indices.to(torch.int64)"
+        remedy = (
+            "use mask.nonzero() for the positions of a mask"
+            if indices.dtype == torch.bool
+            else ("convert them with indices.to(torch.int64)")
         )
         raise TypeError(f"indices must have an integer dtype, got {indices.dtype}; {remedy}")
     _check_strided(indices, "indices")

@@ -3,8 +3,9 @@
 Every way is checked bit for bit before it is timed, and every time is taken in interleaved rounds
 of one process, because only ratios of one run compare: machines are shared and their clocks move.
 
-On a GPU two times are taken apart: *host*, wall time per call while the GPU never limits, and *gpu*,
-per call of a CUDA graph that replays many calls with other indices each. On a CPU there is one time.
+On a GPU two times are taken apart: *host*, wall time per call while the GPU never limits, and
+*gpu*, per call of a CUDA graph that replays many calls with other indices each. On a CPU there is
+one time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .workloads import WORKLOADS, Workload
 
 Gather = Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
-ROUNDS = 11
+ROUNDS = 21  # a multiple of the number of ways, so that each is first as often
 ROUND_SECONDS = 0.02
 INDEX_SETS = 8
 GRAPH_CALLS = 20
@@ -106,11 +107,16 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _interleaved(timers: dict[str, Callable[[], float]]) -> dict[str, float]:
-    """Median over rounds in which each timer runs once, in turn."""
+    """Median over rounds in which each timer runs once.
+
+    The order rotates, for a way inherits the caches and the allocator as the one before left them.
+    """
     times: dict[str, list[float]] = {name: [] for name in timers}
-    for _ in range(ROUNDS):
-        for name, timer in timers.items():
-            times[name].append(timer())
+    names = list(timers)
+    for turn in range(ROUNDS):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            times[name].append(timers[name]())
     return {name: round(statistics.median(each), 3) for name, each in times.items()}
 
 
@@ -137,7 +143,7 @@ def _graph_timer(
     way: Gather, sets: Sequence[torch.Tensor], buffers: Any, calls: int
 ) -> Callable[[], float]:
     """Timer of the GPU time per call in microseconds, by replaying a graph of many calls."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         for indices in sets[:2]:
             way(indices, buffers)
@@ -149,13 +155,16 @@ def _graph_timer(
     torch.cuda.synchronize()
 
     def run() -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
         start.record()
         graph.replay()
         end.record()
         torch.cuda.synchronize()
         assert keep
-        return start.elapsed_time(end) * 1e3 / calls
+        return float(start.elapsed_time(end)) * 1e3 / calls
 
     return run
 
@@ -201,7 +210,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         if kind == "host_us" and report["device"] != "cpu":
             title = "host time per call"
         table = Table(title=f"{title}, µs ({report['device']})")
-        for column in ("workload", "m", *names, *(f"× {name}" for name in names[1:])):
+        for column in ("workload", "m", *names, *(f"x {name}" for name in names[1:])):
             table.add_column(
                 Text(column), justify="left" if column == "workload" else "right", no_wrap=True
             )
@@ -219,7 +228,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print(table)
         for name in names[1:]:
             mean, worst = geometric_mean(ratios[name]), min(ratios[name])
-            line = f"against {name}: geometric mean {mean:.2f}×, lowest {worst:.2f}×"
+            line = f"against {name}: geometric mean {mean:.2f}x, lowest {worst:.2f}x"
             console.print(line, markup=False)
 
 

@@ -42,9 +42,7 @@ def resolve(
     return torch.where(bad, 0, selected), bad
 
 
-def raise_if_bad(
-    indices: torch.Tensor, shape: torch.Size, request: Request, site: Site
-) -> None:
+def raise_if_bad(indices: torch.Tensor, shape: torch.Size, request: Request, site: Site) -> None:
     """Raise `IndexError` for the first bad index of the "raise" mode; waits for the device.
 
     Args:

@@ -173,8 +173,10 @@ def check(device: torch.device | str | int | None = None) -> None:
     else:
         wanted = None
         try:
-            number = isinstance(device, int)
-            wanted = torch.device("cuda", device) if number else torch.device(device)
+            if isinstance(device, int):
+                wanted = torch.device("cuda", device)
+            else:
+                wanted = torch.device(device)
         except (RuntimeError, TypeError):
             pass  # torch knows no such device
         if wanted is None or wanted.type not in ("cuda", "cpu"):

@@ -1,7 +1,7 @@
 """Launch a compiled GPU function with its parameters by value, the cheapest way there is.
 
-Both kernel backends launch through this: a CUDA C function and a Triton function are the same to the
-driver. The way is chosen once: CuPy's binding of the driver call (4 to 6 microseconds on a slow
+Both kernel backends launch through this: to the driver a CUDA C function and a Triton function are
+the same. The way is chosen once: CuPy's binding of the driver call (4 to 6 microseconds on a slow
 host), else NVIDIA's cuda.bindings, else ctypes. All three are called alike.
 """
 
@@ -92,16 +92,16 @@ current_device = _device_function()
 
 
 def fast_allocation() -> Callable[..., torch.Tensor] | None:
-    """torch's allocation without dispatch, ``(size, stride, dtype)`` on the current device.
+    """Torch's allocation without dispatch, ``(size, stride, dtype)`` on the current device.
 
     It takes exact tuples and costs a third of `torch.empty`, 2.4 against 6.1 microseconds on a slow
     host. Private to torch; None where it is missing.
     """
     try:
-        from torch._C._dynamo.guards import _empty_strided_cuda
+        from torch._C._dynamo import guards
     except ImportError:
         return None
-    return _empty_strided_cuda  # type: ignore[no-any-return]
+    return getattr(guards, "_empty_strided_cuda", None)
 
 
 class Block(NamedTuple):

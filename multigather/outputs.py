@@ -36,7 +36,8 @@ def check_outputs(
             )
         if out.dtype != field.dtype:
             raise ValueError(
-                f"{name} has dtype {out.dtype}, {label} has {field.dtype}; pass a tensor of that dtype"
+                f"{name} has dtype {out.dtype}, {label} has {field.dtype}; "
+                "pass a tensor of that dtype"
             )
         if out.device != request.device:
             raise ValueError(
@@ -65,7 +66,9 @@ def check_outputs(
                 f"{name} has rows that overlap one another (strides {out.stride()}); pass a tensor "
                 "with memory of its own for each row"
             )
-    written = [(out, label.replace("bufs", "out", 1)) for out, label in zip(outs, labels, strict=True)]
+    written = [
+        (out, label.replace("bufs", "out", 1)) for out, label in zip(outs, labels, strict=True)
+    ]
     read = [(indices, "indices"), *zip(sources, labels, strict=True)]
     for number, (out, name) in enumerate(written):
         for other, other_name in [*read, *written[:number]]:

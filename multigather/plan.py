@@ -62,7 +62,7 @@ class Plan:
             if results is not None:
                 return results
         else:
-            shortcut = self._shortcuts.get(getattr(indices, "dtype", None))
+            shortcut = self._shortcuts.get(getattr(indices, "dtype", torch.bool))
             if shortcut is not None:
                 results = shortcut.run(indices, self._tensors)
                 if results is not None:
@@ -78,7 +78,7 @@ class Plan:
         )
         if executable is not None and out is None:
             self._learn(indices, executable)
-        elif executable is not None and self._flat:
+        elif executable is not None and out is not None and self._flat:
             if len(self._into) >= KEPT_OUTPUTS:
                 self._into = {}
             self._into[id(out[0])] = OutShortcut(indices, self._tensors, results, executable)

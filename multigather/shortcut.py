@@ -34,7 +34,9 @@ from .outputs import extent
 from .request import Request
 
 try:
-    from torch._C._dynamo.guards import TensorGuards
+    from torch._C._dynamo import guards
+
+    TensorGuards: Any = getattr(guards, "TensorGuards", None)
 except ImportError:  # a torch that moved it
     TensorGuards = None
 
@@ -181,10 +183,9 @@ def guard(indices: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Check | Non
     sizes = [[None], *(list(tensor.shape) for tensor in tensors)]
     strides = [[1], *(list(tensor.stride()) for tensor in tensors)]
     try:
-        guards = TensorGuards(
+        check = TensorGuards(
             indices, *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
-        )
-        check: Any = guards.check
+        ).check
         works = check(indices, *tensors) is True and check(indices[:, None], *tensors) is False
     except (TypeError, RuntimeError, AttributeError):
         return None
@@ -233,7 +234,8 @@ def repeated_launch(
     allocations = []
     for k, field in enumerate(request.fields):
         checks.setdefault(field.alignment - 1, []).append(f"s{k}")
-        stride, strides = 1, []
+        stride = 1
+        strides: list[int] = []
         for size in reversed(field.row_shape):
             strides.insert(0, stride)
             stride *= max(size, 1)

@@ -16,8 +16,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = [
     dtype
     for dtype in sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
-    if not dtype.is_complex
-    or dtype in (torch.complex32, torch.complex64, torch.complex128)
+    if not dtype.is_complex or dtype in (torch.complex32, torch.complex64, torch.complex128)
 ]
 DTYPES = [d for d in DTYPES if not str(d).startswith(("torch.q", "torch.bits"))]
 
@@ -105,7 +104,7 @@ def index_values(indices: torch.Tensor) -> list[int]:
 
 
 def expected(indices: torch.Tensor, buffer: torch.Tensor, bounds: str = "raise") -> np.ndarray:
-    """Bytes of ``buffer[indices]`` by the contract, shape ``[count, row bytes]``; bad rows are 0."""
+    """Bytes of ``buffer[indices]`` by the contract, ``[count, row bytes]``; bad rows are 0."""
     rows, source = buffer.shape[0], raw_bytes(buffer)
     result = np.zeros((indices.numel(), source.shape[1]), np.uint8)
     for place, index in enumerate(index_values(indices)):

@@ -7,10 +7,8 @@ CPU (cuda_host). With a GPU, ``pytest -m gpu`` runs the same tests on the three 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -18,7 +16,6 @@ HAVE_GPU = torch.cuda.is_available()
 # Triton decides when a kernel is imported, for the whole process.
 if not HAVE_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
-sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 

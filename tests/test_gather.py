@@ -51,7 +51,13 @@ def gather_and_check(
         assert_gathered(output, indices, source, bounds)
         assert output.is_contiguous()
     into = [
-        Slab(indices.numel(), source.shape[1:], source.dtype, target.device, gap=source.element_size() * 3)
+        Slab(
+            indices.numel(),
+            source.shape[1:],
+            source.dtype,
+            target.device,
+            gap=source.element_size() * 3,
+        )
         for source in sources
     ]
     for slab in into:
@@ -150,7 +156,7 @@ def test_bad_indices_filled_or_clamped(target: Target, bounds: str, index_dtype:
 @pytest.mark.parametrize("rows", [1, 7])
 @pytest.mark.parametrize("bad", [7, -8, 2**40, -(2**40)])
 def test_bad_index_raises(target: Target, bad: int, rows: int) -> None:
-    """raise: an IndexError that names position, value, buffer and row count; CPU: nothing written."""
+    """raise: an IndexError that names what was wrong and where; on a CPU nothing is written."""
     indices = torch.tensor([0, rows - 1, -rows, bad, bad, 0], device=target.device)
     good = Slab(2**50 if target.device == "meta" else 9, (), torch.int32, target.device)
     slab = Slab(rows, (40,), torch.uint8, target.device)
@@ -162,7 +168,9 @@ def test_bad_index_raises(target: Target, bad: int, rows: int) -> None:
         with pytest.raises(IndexError, match=rf"indices\[3\] {message}"):
             multigather.gather(indices, None, slab.tensor, backend=target.backend)
         with pytest.raises(IndexError, match=message):
-            multigather.gather(indices, None, slab.tensor, out=(None, out.tensor), backend=target.backend)
+            multigather.gather(
+                indices, None, slab.tensor, out=(None, out.tensor), backend=target.backend
+            )
         out.assert_unchanged()
     else:
         _, rows_out = multigather.gather(indices, None, slab.tensor, backend=target.backend)
@@ -176,7 +184,10 @@ def test_bad_index_raises(target: Target, bad: int, rows: int) -> None:
 
 def test_each_buffer_has_its_own_row_count(target: Target) -> None:
     """An index may be good for one buffer and bad for another; the error names the right one."""
-    small, large = Slab(4, (3,), torch.int16, target.device), Slab(50, (3,), torch.int16, target.device)
+    small, large = (
+        Slab(4, (3,), torch.int16, target.device),
+        Slab(50, (3,), torch.int16, target.device),
+    )
     indices = torch.tensor([1, 30, 2], device=target.device)
 
     def call():
@@ -206,7 +217,10 @@ def test_strided_expanded_and_single_rows(target: Target, bounds: str) -> None:
     gather_and_check(target, rows_of(29, 12, target.device), slabs, bounds)
     gather_and_check(target, torch.zeros(5, dtype=torch.int32, device=target.device), [one], bounds)
     (repeated,) = multigather.gather(
-        rows_of(29, 12, target.device), one.tensor.expand(12, 6), bounds=bounds, backend=target.backend
+        rows_of(29, 12, target.device),
+        one.tensor.expand(12, 6),
+        bounds=bounds,
+        backend=target.backend,
     )
     assert_gathered(repeated, rows_of(29, 12, target.device), one.tensor.expand(12, 6), bounds)
 
@@ -250,9 +264,7 @@ def test_any_number_of_buffers(target: Target, count: int) -> None:
         for number in range(count)
     ]
     indices = rows_of(9, 13, target.device)
-    outputs = multigather.gather(
-        indices, *(slab.tensor for slab in slabs), backend=target.backend
-    )
+    outputs = multigather.gather(indices, *(slab.tensor for slab in slabs), backend=target.backend)
     assert len(outputs) == count
     for output, slab in zip(outputs, slabs, strict=True):
         assert_gathered(output, indices, slab.tensor)
@@ -304,7 +316,9 @@ def test_every_config(target: Target, wide: bool, monkeypatch: pytest.MonkeyPatc
         rule = cache.Rule("any", target.backend, {}, dataclasses.asdict(config), "test")
         monkeypatch.setattr(cache, "default_rules", lambda rule=rule: (rule,))
         api.forget()
-        assert config.describe() in str(multigather.explain(indices, slabs[0].tensor, backend=target.backend))
+        assert config.describe() in str(
+            multigather.explain(indices, slabs[0].tensor, backend=target.backend)
+        )
         gather_and_check(target, indices, slabs)
     api.forget()
 
@@ -335,7 +349,9 @@ def test_rows_that_are_not_contiguous(target: Target) -> None:
     if target.backend == "torch":
         outputs = multigather.gather(indices, image, column, plain.tensor, backend="torch")
     else:
-        with pytest.raises(multigather.UnsupportedError, match=r"bufs\[1\].*not contiguous.*\n(.*\n)*.*torch"):
+        with pytest.raises(
+            multigather.UnsupportedError, match=r"bufs\[1\].*not contiguous.*\n(.*\n)*.*torch"
+        ):
             multigather.gather(indices, plain.tensor, column, backend=target.backend)
         outputs = multigather.gather(indices, image, column, plain.tensor)
     for output, source in zip(outputs, (image, column, plain.tensor), strict=True):
@@ -348,7 +364,10 @@ Pair = collections.namedtuple("Pair", ["first", "second"])
 
 def test_result_mirrors_the_arguments(target: Target) -> None:
     """None, dicts, lists, tuples and named tuples come back as they went in."""
-    a, b = Slab(5, (2,), torch.int32, target.device).tensor, Slab(5, (), torch.uint8, target.device).tensor
+    a, b = (
+        Slab(5, (2,), torch.int32, target.device).tensor,
+        Slab(5, (), torch.uint8, target.device).tensor,
+    )
     indices = torch.tensor([4, 1], device=target.device)
     result = multigather.gather(
         indices, {"x": a, "y": None, "z": [b, (a,)]}, None, Pair(a, b), b, backend=target.backend
@@ -409,7 +428,7 @@ def test_gradients(target: Target) -> None:
 
 
 def test_explain_names_pick_and_reasons(target: Target) -> None:
-    """explain tells the backend, its config, where the choice is from and why not the others."""
+    """Explain tells the backend, its config, where the choice is from and why not the others."""
     slab = Slab(5, (4,), torch.float32, target.device)
     indices = torch.tensor([1, 2], device=target.device)
     text = str(multigather.explain(indices, slab.tensor, backend=target.backend))

@@ -101,7 +101,7 @@ def test_a_new_thread_can_gather(backend: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAVE_GPU, reason="torch sees no CUDA device")
 def test_triton_launches_what_the_driver_call_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiled kernel without the private parts that are needed goes through Triton's launcher."""
+    """A kernel without the private parts that are needed goes through Triton's launcher."""
     monkeypatch.setattr(_triton, "driver_facts", lambda compiled: None)
     gather_twice("triton")
 

@@ -77,7 +77,7 @@ def test_changed_buffers_are_refused(target: Target, change, called: int) -> Non
         plan(indices)
     change(sources[0])
     for _ in range(2):
-        with pytest.raises(ValueError, match="tensor 0 of the plan has changed.*make a new plan"):
+        with pytest.raises(ValueError, match=r"tensor 0 of the plan has changed.*make a new plan"):
             plan(indices)
 
 
@@ -133,7 +133,9 @@ def test_plan_reports_bad_indices(target: Target) -> None:
     bad = torch.tensor([0, 40], device=target.device)
     for _ in range(3):
         plan(good)
-        with pytest.raises(IndexError, match=r"\[1\] is 40, out of range for bufs\[0\] with 40 rows"):
+        with pytest.raises(
+            IndexError, match=r"\[1\] is 40, out of range for bufs\[0\] with 40 rows"
+        ):
             plan(bad)
             multigather.check()
     assert_gathered(plan(good)[0], good, source)
@@ -156,7 +158,9 @@ def test_plan_keeps_its_buffers_and_gather_none(target: Target) -> None:
 def test_threads_share_a_plan(target: Target) -> None:
     """Calls from many threads do not mix their indices, counts or outputs."""
     if target.name == "triton-interpreter":
-        pytest.skip("Triton's interpreter patches its language while a kernel runs, for all threads")
+        pytest.skip(
+            "Triton's interpreter patches its language while a kernel runs, for all threads"
+        )
     sources = buffers(target)
     plan = multigather.plan(*sources, backend=target.backend)
     failures: list[BaseException] = []
@@ -204,7 +208,9 @@ def test_without_torchs_private_guard(target: Target, monkeypatch: pytest.Monkey
     indices = torch.tensor([1, 2], device=target.device)
     plan = multigather.plan(source, backend=target.backend)
     for _ in range(3):
-        assert_gathered(multigather.gather(indices, source, backend=target.backend)[0], indices, source)
+        assert_gathered(
+            multigather.gather(indices, source, backend=target.backend)[0], indices, source
+        )
         assert_gathered(plan(indices)[0], indices, source)
     assert not api._shortcuts
 

@@ -1,9 +1,9 @@
 """Compiles the Triton kernel for GPUs that are not there; a script run by test_triton_compile.py.
 
 Reads a JSON list of cases from standard input and writes a JSON list of results. It needs a process
-of its own: where there is no GPU, the tests have the kernel interpreted, and Triton settles that for
-a whole process. What runs is the backend's code up to the launch; Triton's driver is replaced by one
-that names a GPU and loads nothing.
+of its own: where there is no GPU, the tests have the kernel interpreted, and Triton settles that
+once for a process. What runs is the backend's code up to the launch; in place of Triton's driver is
+one that names a GPU and loads nothing.
 """
 
 from __future__ import annotations

@@ -231,7 +231,10 @@ def _launch_of(
     # One fault is recorded per field, so a field of empty rows is "copied" as one unit of size 0.
     logs, units = [], []
     for number in numbers:
-        field, unit = request.fields[number], copy_unit(request.fields[number], destinations[number])
+        field, unit = (
+            request.fields[number],
+            copy_unit(request.fields[number], destinations[number]),
+        )
         logs.append(unit.bit_length() - 1 if field.row_bytes else 5)
         units.append(field.row_bytes // unit if field.row_bytes else 1)
     tile = config.threads * config.unroll
@@ -249,9 +252,7 @@ def _launch_of(
     board = faults.board_of(request.device).address if request.bounds == "raise" else 0
     # What follows the pointers in struct Parameters of gather.cu: free places, head, fields.
     constants = bytearray(16 * (capacity - len(numbers)))
-    constants += struct.pack(
-        "=qqQQQQ", index_stride, count, board, site.plan, chunks, len(numbers)
-    )
+    constants += struct.pack("=qqQQQQ", index_stride, count, board, site.plan, chunks, len(numbers))
     first = 0
     for place, number in enumerate(numbers):
         field = request.fields[number]
@@ -289,7 +290,10 @@ def _import_failures() -> list[str]:
 def _capacity(device: int) -> int:
     import cupy
 
-    modern = cupy.cuda.runtime.driverGetVersion() >= 12010 and cupy.cuda.nvrtc.getVersion() >= (12, 1)
+    modern = cupy.cuda.runtime.driverGetVersion() >= 12010 and cupy.cuda.nvrtc.getVersion() >= (
+        12,
+        1,
+    )
     if modern and torch.cuda.get_device_capability(device) >= (7, 0):
         return LARGE_CAPACITY
     return SMALL_CAPACITY
@@ -312,4 +316,4 @@ def _load(specialisation: Specialisation, device: int) -> int:
                 kernel = module.get_function("gather")
                 # The module must outlive the handle.
                 _loaded[key] = (kernel.kernel.ptr, kernel, module)
-        return _loaded[key][0]
+        return int(_loaded[key][0])

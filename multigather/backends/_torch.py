@@ -22,8 +22,10 @@ index_select = torch.index_select
 # Types that index_select copies unchanged on every device. The others (bool, whose odd bytes must
 # survive, fp8, fp4 pairs, complex, unsigned) are copied as integers of the same size.
 PLAIN = frozenset(
-    (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-    + (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    (
+        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    )
 )
 SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -135,7 +137,7 @@ class _Runner:
             result = self._select(number, source, rows, shape, out)
             if bad is not None and len(wide) and not at_once:
                 if request.bounds == "raise" and request.device.type == "cuda":
-                    # The words of the indices: a clamped uint64 would be reported with a wrong value.
+                    # The indices' words: a clamped uint64 would be reported with a wrong value.
                     words = original.view(torch.int64) if original.dtype == torch.uint64 else wide
                     self._report(number, words, bad)
                 self._zero(number, result, bad)
@@ -173,8 +175,9 @@ class _Runner:
         """The output as one dimension of rows, in the type it is copied as."""
         field = self._request.fields[number]
         out = out.detach()
-        if self._views[number] is not None:
-            out = out.view(self._views[number])
+        view = self._views[number]
+        if view is not None:
+            out = out.view(view)
         leading = out.dim() - len(field.row_shape)
         if leading == 1:
             return out

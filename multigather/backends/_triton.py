@@ -87,7 +87,7 @@ class TritonBackend:
         reasons = []
         if not torch.cuda.is_available():
             reasons.append(
-                "torch sees no GPU (CPU tensors run in Triton's interpreter under TRITON_INTERPRET=1)"
+                "torch sees no GPU (under TRITON_INTERPRET=1 CPU tensors run in its interpreter)"
             )
         elif not any(shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang")):
             reasons.append("Triton needs a C compiler at its first launch; install gcc or set CC")
@@ -97,7 +97,9 @@ class TritonBackend:
         """See `base.Backend.why_not`."""
         reasons = self.unavailable()
         if not reasons and request.device.type == "cpu" and not interpreted():
-            reasons = ["it runs on CPU tensors only in Triton's interpreter, under TRITON_INTERPRET=1"]
+            reasons = [
+                "it runs on CPU tensors only in Triton's interpreter, under TRITON_INTERPRET=1"
+            ]
         elif not reasons and request.device.type not in ("cuda", "cpu"):
             reasons = [f"it runs on GPUs, not on {request.device}"]
         return [Refusal(text) for text in reasons] + row_refusals(request)
@@ -277,7 +279,15 @@ def _compile(
         constants += bytes(8)
     threads = 32 * arguments["num_warps"]
     return Launch(
-        function, grid, threads, shared, device.index, len(names), bytes(constants), offsets, compiled
+        function,
+        grid,
+        threads,
+        shared,
+        device.index,
+        len(names),
+        bytes(constants),
+        offsets,
+        compiled,
     )
 
 
@@ -311,9 +321,7 @@ def _stand_ins(arguments: dict[str, Any]) -> dict[str, Any]:
             return (large if max(value) >= limit else small,) * len(value)
         return large if value >= limit else small
 
-    return {
-        name: stand_in(value) if name in VALUES else value for name, value in arguments.items()
-    }
+    return {name: stand_in(value) if name in VALUES else value for name, value in arguments.items()}
 
 
 def _run_on_cpu(

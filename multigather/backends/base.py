@@ -139,7 +139,8 @@ def row_refusals(request: Request) -> list[Refusal]:
     """A refusal for each buffer whose rows a kernel cannot copy as runs of bytes."""
     return [
         Refusal(
-            f"rows of shape {list(field.row_shape)} are not contiguous in memory; call .contiguous()",
+            f"rows of shape {list(field.row_shape)} are not contiguous in memory; "
+            "call .contiguous()",
             number,
         )
         for number, field in enumerate(request.fields)
@@ -250,4 +251,3 @@ def copy_unit(field: Field, destination: Destination) -> int:
     return power_of_two_divisor(
         field.unit_bytes, destination.row_stride_bytes, destination.alignment
     )
-
