@@ -20,7 +20,7 @@ demo: $(STAMP)  ## gather from real data on your device, check every byte, show 
 test: $(STAMP)  ## run the tests
 	$(VENV)/bin/python -m pytest tests $(ARGS)
 
-gpu:  ## run the GPU tests with the Python at hand: no venv, no network
+gpu:  ## GPU tests, then the benchmark, with the Python at hand: no venv, no network
 	$(PYTHON) tools/gpu_check.py $(ARGS)
 
 lint: $(LINT_STAMP)  ## check style and types

@@ -90,6 +90,11 @@ __device__ __forceinline__ Copy copy_of(const Parameters& p, unsigned k) {
     READ_NOW("l", copy.units);
     READ_NOW("r", copy.magic);
     READ_NOW("r", copy.shift);
+#ifdef __CUDACC__
+    // The compiler no longer knows where these came from, and would use slower generic accesses.
+    __builtin_assume(__isGlobal(copy.source));
+    __builtin_assume(__isGlobal(copy.destination));
+#endif
     return copy;
 }
 

@@ -32,7 +32,7 @@ from .workloads import WORKLOADS, Workload
 
 Gather = Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
-ROUNDS = 21  # a multiple of the number of ways, so that each is first as often
+ROUNDS = 21
 ROUND_SECONDS = 0.02
 INDEX_SETS = 8
 GRAPH_CALLS = 20
@@ -82,7 +82,9 @@ class MismatchError(RuntimeError):
     """A way gave other bytes than ``b[idx]``, so nothing was timed."""
 
 
-def measure(workload: Workload, count: int, device: torch.device, buffers: Any) -> Measurement:
+def measure(
+    workload: Workload, count: int, device: torch.device, buffers: Any, rounds: int = ROUNDS
+) -> Measurement:
     """Check and time every way on one workload.
 
     Raises:
@@ -94,11 +96,15 @@ def measure(workload: Workload, count: int, device: torch.device, buffers: Any) 
         for output, wanted in zip(way(sets[0], buffers), reference, strict=True):
             if not torch.equal(_bytes(output), _bytes(wanted)):
                 raise MismatchError(f"{name} differs from b[idx] on {workload.name}, m = {count}")
-    host = _interleaved({name: _host_timer(way, sets, buffers, device) for name, way in WAYS})
+    host = _interleaved(
+        {name: _host_timer(way, sets, buffers, device) for name, way in WAYS}, rounds
+    )
     gpu: dict[str, float] = {}
     if device.type == "cuda":
         calls = GRAPH_CALLS if count * workload.row_bytes < LARGE_CALL_BYTES else 4
-        gpu = _interleaved({name: _graph_timer(way, sets, buffers, calls) for name, way in WAYS})
+        gpu = _interleaved(
+            {name: _graph_timer(way, sets, buffers, calls) for name, way in WAYS}, rounds
+        )
     return Measurement(workload.name, count, count * workload.row_bytes, host, gpu)
 
 
@@ -106,14 +112,14 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _interleaved(timers: dict[str, Callable[[], float]]) -> dict[str, float]:
+def _interleaved(timers: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
     """Median over rounds in which each timer runs once.
 
     The order rotates, for a way inherits the caches and the allocator as the one before left them.
     """
     times: dict[str, list[float]] = {name: [] for name in timers}
     names = list(timers)
-    for turn in range(ROUNDS):
+    for turn in range(rounds):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             times[name].append(timers[name]())
@@ -169,7 +175,9 @@ def _graph_timer(
     return run
 
 
-def run(device: torch.device, names: Sequence[str] = ()) -> dict[str, Any]:
+def run(
+    device: torch.device, names: Sequence[str] = (), rounds: int = ROUNDS
+) -> dict[str, Any]:
     """Measure the workloads (all, or those named) and return a report that JSON can hold.
 
     Raises:
@@ -186,9 +194,10 @@ def run(device: torch.device, names: Sequence[str] = ()) -> dict[str, Any]:
         if not counts or (names and workload.name not in names):
             continue
         buffers = workload.buffers(device)
-        measurements += [measure(workload, count, device, buffers) for count in counts]
+        measurements += [measure(workload, count, device, buffers, rounds) for count in counts]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": f"multigather bench --device {device.type} --rounds {rounds} --json",
         "device": str(device),
         "environment": environment.facts(),
         "measurements": [asdict(each) for each in measurements],
@@ -232,7 +241,7 @@ def show(report: dict[str, Any], console: Console) -> None:
             console.print(line, markup=False)
 
 
-def main(device: str | None, names: Sequence[str], as_json: bool) -> int:
+def main(device: str | None, names: Sequence[str], rounds: int, as_json: bool) -> int:
     """The command: measure, print, return the exit status."""
     # A table that is piped into a file is not cut to the 80 columns that rich then assumes.
     console = Console() if sys.stdout.isatty() else Console(width=110)
@@ -240,7 +249,7 @@ def main(device: str | None, names: Sequence[str], as_json: bool) -> int:
     if wanted.type == "cuda" and wanted.index is None:
         wanted = torch.device("cuda", torch.cuda.current_device())
     try:
-        report = run(wanted, names)
+        report = run(wanted, names, rounds)
     except (MismatchError, ValueError) as error:
         Console(stderr=True).print(f"multigather bench: {error}", markup=False)
         return 1

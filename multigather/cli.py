@@ -69,12 +69,13 @@ def bench(
     workload: Annotated[
         list[str] | None, typer.Option(help="Only this workload; may be repeated.")
     ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that a median is taken over.")] = 21,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Time the workloads against b[idx] and index_select per buffer, after checking every byte."""
     from multigather import bench as run_bench
 
-    sys.exit(run_bench.main(device, workload or (), as_json))
+    sys.exit(run_bench.main(device, workload or (), rounds, as_json))
 
 
 @app.command()

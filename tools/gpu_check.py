@@ -1,8 +1,9 @@
-"""Run the GPU tests with the Python and the packages at hand: no virtual environment, no network.
+"""The whole GPU check with the Python and packages at hand: no virtual environment, no network.
 
 Installs this package into a temporary folder, without build isolation or dependencies, puts that
-folder on PYTHONPATH, says which packages are missing, and runs ``python -m pytest -m gpu tests``.
-Arguments are passed on to pytest. Works where site-packages is read-only.
+folder on PYTHONPATH, says which packages are missing, runs ``python -m pytest -m gpu tests`` and, if
+the tests pass, ``python -m multigather bench``. Arguments are passed on to pytest. Works where
+site-packages is read-only.
 
     python3 tools/gpu_check.py -k triton -x
 """
@@ -103,7 +104,11 @@ def main(arguments: list[str]) -> int:
             "PYTHONSAFEPATH": "1",
         }
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests", *arguments]
-        return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+        status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+        if status:
+            return status
+        bench = [sys.executable, "-m", "multigather", "bench"]
+        return subprocess.run(bench, cwd=ROOT, env=environment, check=False).returncode
 
 
 if __name__ == "__main__":
