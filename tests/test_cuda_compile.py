@@ -39,8 +39,8 @@ from multigather.backends._cupy import (
 )
 
 OLDEST, NEWEST = 75, 120
-# The architecture whose code is examined closely, and the most bytes that the compiler may spill on
-# any other: a few registers at the limit that it set itself, in a mode or two.
+# The architecture whose code is examined closely, and the most bytes of spills where there may be
+# any: a few registers, at a number of registers per thread that the assembler chose itself.
 CLOSE = 90
 SPILL_LIMIT = 32
 
