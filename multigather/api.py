@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,15 @@ from . import dispatch, faults
 from .autograd import Gather
 from .bounds import as_int64, resolve
 from .executable import Executable
+from .operator import gather_operator
 from .outputs import check_outputs
 from .request import BOUNDS, INDEX_DTYPES, Request, field_of
 from .shortcut import OutShortcut, Shortcut, guard
 
 BACKEND_NAMES = tuple(backend.name for backend in dispatch.BACKENDS)
+
+# Number of active modes that see every operator, such as that of fake tensors: they must see one.
+_dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 # Executables by the layout they are for. A program has a few; a bound keeps one that makes up
 # shapes from growing without end.
@@ -67,6 +71,8 @@ def gather(
             error is raised by the next call that can see it, or by `check`.
         UnsupportedError: the named backend cannot run this; the message says why.
     """
+    if torch.compiler.is_compiling():
+        return _in_graph(indices, bufs, out, bounds, backend)
     if out is not None and bufs:
         results = _into_known(indices, bufs, out, bounds, backend)
         if results is not None:
@@ -96,6 +102,25 @@ def gather(
     return results
 
 
+def _in_graph(
+    indices: torch.Tensor, bufs: tuple[Any, ...], out: Any, bounds: str, backend: str | None
+) -> tuple[Any, ...]:
+    """The gather as one operator of the graph that torch is making."""
+    leaves, spec = pytree.tree_flatten(bufs)
+    tensors = [leaf for leaf in leaves if leaf is not None]
+    gathered = gather_operator(indices, tensors, bounds, backend) if tensors else []
+    if out is not None:
+        outs = [item for item in pytree.tree_flatten(tuple(out))[0] if item is not None]
+        for item, result in zip(outs, gathered, strict=True):
+            if item.shape != result.shape or item.dtype != result.dtype:
+                raise ValueError("out does not have the outputs' shapes and dtypes")
+        gathered = [item.copy_(result) for item, result in zip(outs, gathered, strict=True)]
+    remaining = iter(gathered)
+    mirrored = [None if leaf is None else next(remaining) for leaf in leaves]
+    results: tuple[Any, ...] = pytree.tree_unflatten(mirrored, spec)
+    return results
+
+
 def gather_checked(
     indices: torch.Tensor,
     bufs: tuple[Any, ...],
@@ -109,6 +134,8 @@ def gather_checked(
         What `gather` returns; and the executable, if the call was so plain that a guard on the
         layouts of the indices and of the tensors among ``bufs`` is all that another one needs.
     """
+    if _dispatch_modes():
+        return _in_graph(indices, bufs, out, bounds, backend), None
     leaves, spec = _flatten(bufs)
     tensors = [leaf for leaf in leaves if leaf is not None]
     key = _key(indices, leaves, bounds, backend, spec)

@@ -42,20 +42,45 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Add each output row's gradient to the row it came from; rows of zeros came from none."""
+        """See `gradients`."""
         (indices,) = ctx.saved_tensors
+        results = Gather.gradients(
+            indices, ctx.bounds, ctx.shapes, ctx.needs_input_grad[3:], gradients
+        )
+        return (None, None, None, *results)
+
+    @staticmethod
+    def gradients(
+        indices: torch.Tensor,
+        bounds: str,
+        shapes: Sequence[torch.Size],
+        wanted: Sequence[bool],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
+        """Add each output row's gradient to the row it came from; rows of zeros came from none.
+
+        Args:
+            indices: the indices, any shape.
+            bounds: the bounds mode.
+            shapes: of the buffers.
+            wanted: which buffers need a gradient.
+            gradients: of the outputs.
+
+        Returns:
+            A gradient for each buffer, or None.
+        """
         flat = as_int64(indices.reshape(-1))
         results: list[torch.Tensor | None] = []
-        for number, (shape, gradient) in enumerate(zip(ctx.shapes, gradients, strict=True)):
-            if gradient is None or not ctx.needs_input_grad[3 + number]:
+        for shape, want, gradient in zip(shapes, wanted, gradients, strict=True):
+            if gradient is None or not want:
                 results.append(None)
                 continue
-            rows, bad = resolve(flat.to(gradient.device), shape[0], ctx.bounds)
-            gradient = gradient.reshape(len(flat), *shape[1:])
-            if bad is not None:
-                gradient = gradient.masked_fill(bad.view(-1, *[1] * (len(shape) - 1)), 0)
             if shape[0] == 0:
                 results.append(gradient.new_zeros(shape))
                 continue
+            rows, bad = resolve(flat.to(gradient.device), shape[0], bounds)
+            gradient = gradient.reshape(flat.shape[0], *shape[1:])
+            if bad is not None:
+                gradient = gradient.masked_fill(bad.view(-1, *[1] * (len(shape) - 1)), 0)
             results.append(gradient.new_zeros(shape).index_add(0, rows, gradient))
-        return (None, None, None, *results)
+        return results

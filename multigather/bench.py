@@ -179,9 +179,7 @@ def _graph_timer(
     return run
 
 
-def run(
-    device: torch.device, names: Sequence[str] = (), rounds: int = ROUNDS
-) -> dict[str, Any]:
+def run(device: torch.device, names: Sequence[str] = (), rounds: int = ROUNDS) -> dict[str, Any]:
     """Measure the workloads (all, or those named) and return a report that JSON can hold.
 
     Raises:

@@ -56,6 +56,10 @@ class Plan:
             ValueError: a buffer was resized, re-strided or moved since the plan was made.
             TypeError, ValueError, IndexError, UnsupportedError: as `multigather.gather`.
         """
+        if torch.compiler.is_compiling():
+            return api.gather(
+                indices, *self._bufs, out=out, bounds=self._bounds, backend=self._backend
+            )
         if out is not None:
             known = self._into.get(id(out[0])) if isinstance(out, (tuple, list)) and out else None
             results = known.run(indices, self._tensors, out) if known is not None else None

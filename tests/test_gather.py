@@ -392,6 +392,45 @@ def test_result_mirrors_the_arguments(target: Target) -> None:
     assert multigather.gather(indices, None, backend=target.backend) == (None,)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cupy", "triton", None])
+def test_pinned_buffers_are_read_in_place(backend: str | None) -> None:
+    """Buffers in pinned host memory, indices and outputs on the GPU; torch cannot, and says so."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    table = torch.arange(700, dtype=torch.float32).view(100, 7).pin_memory()
+    flags = (torch.arange(100) % 3).to(torch.uint8).pin_memory()
+    indices = torch.tensor([99, 0, -1, 5], device="cuda")
+    for turn in range(3):
+        rows, some = multigather.gather(indices, table, flags, backend=backend)
+        assert rows.is_cuda and some.is_cuda
+        torch.cuda.synchronize()
+        assert_gathered(rows, indices, table)
+        assert_gathered(some, indices, flags)
+        table[99] = turn
+    out = (torch.empty(4, 7, device="cuda"), torch.empty(4, dtype=torch.uint8, device="cuda"))
+    multigather.gather(indices, table, flags, out=out, backend=backend)
+    assert_gathered(out[0], indices, table)
+    with pytest.raises(multigather.UnsupportedError, match="host memory"):
+        multigather.gather(indices, table, backend="torch")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cupy", "triton", "torch"])
+def test_cpu_indices_with_buffers_on_a_gpu(backend: str) -> None:
+    """The indices are copied once; bad ones are reported as always."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    slab = Slab(9, (3,), torch.float32, "cuda")
+    for indices in (torch.tensor([8, 0, -1]), torch.tensor([[1], [2]]), torch.tensor(4)):
+        for given in (indices, indices.pin_memory()):
+            (rows,) = multigather.gather(given, slab.tensor, backend=backend)
+            assert_gathered(rows, indices, slab.tensor)
+    multigather.gather(torch.tensor([9]), slab.tensor, backend=backend)
+    with pytest.raises(IndexError, match=r"\[0\] is 9, out of range for bufs\[0\] with 9 rows"):
+        multigather.check()
+
+
 def test_sources_may_change_between_calls(target: Target) -> None:
     """Nothing of a buffer's content or address is remembered from one call to the next."""
     indices = torch.tensor([3, 3, 0], device=target.device)

@@ -23,6 +23,7 @@ FILES = {
     "test_gather.py": 150,
     "test_known_faults.py": 100,
     "test_errors.py": 150,
+    "test_plan.py": 15,
     "test_properties.py": 1,
 }
 TIME_LIMIT = 900

@@ -1,8 +1,8 @@
 """The whole GPU check with the Python and packages at hand: no virtual environment, no network.
 
 Installs this package into a temporary folder, without build isolation or dependencies, puts that
-folder on PYTHONPATH, says which packages are missing, runs ``python -m pytest -m gpu tests`` and, if
-the tests pass, ``python -m multigather bench``. Arguments are passed on to pytest. Works where
+folder on PYTHONPATH, says which packages are missing, runs ``python -m pytest -m gpu tests`` and,
+if the tests pass, ``python -m multigather bench``. Arguments are passed on to pytest. Works where
 site-packages is read-only.
 
     python3 tools/gpu_check.py -k triton -x

@@ -1,0 +1,128 @@
+"""Gathers inside graphs: one operator, no graph break, no recompilation when the count changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import Slab, assert_gathered
+from conftest import Target
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import multigather
+from multigather.operator import gather_operator
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    """No graph of another test is found again."""
+    torch._dynamo.reset()
+
+
+def test_full_graph_with_any_number_of_indices(target: Target) -> None:
+    """fullgraph=True, negative indices included; counts from 2 to 50 share one graph."""
+    a = Slab(40, (3,), torch.float32, target.device).tensor
+    b = Slab(40, (), torch.bool, target.device).tensor
+    counter = CompileCounter()
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
+    def run(indices):
+        first, _, last = multigather.gather(indices, {"a": a}, None, b, backend=target.backend)
+        return first["a"], last, indices + 1
+
+    for count in (7, 2, 50, 31):
+        indices = torch.arange(count, device=target.device) % 40 - 20
+        rows, flags, _ = run(indices)
+        assert_gathered(rows, indices, a)
+        assert_gathered(flags, indices, b)
+    assert counter.frame_count == 1
+
+
+def test_plan_and_out_in_a_graph(target: Target) -> None:
+    """A plan is the same operator; out= is written."""
+    a = Slab(40, (3,), torch.float32, target.device).tensor
+    plan = multigather.plan(a, backend=target.backend)
+    into = torch.empty(3, 3, device=target.device)
+    indices = torch.tensor([5, 0, -1], device=target.device)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def run(indices):
+        (rows,) = plan(indices)
+        multigather.gather(indices, a, out=(into,), backend=target.backend)
+        return rows
+
+    assert_gathered(run(indices), indices, a)
+    assert_gathered(into, indices, a)
+
+
+def test_bad_index_in_a_graph(target: Target) -> None:
+    """The graph reports as the eager call does."""
+    a = Slab(40, (3,), torch.float32, target.device).tensor
+    run = torch.compile(
+        lambda i: multigather.gather(i, a, backend=target.backend)[0], backend="eager"
+    )
+    with pytest.raises(IndexError, match=r"is 40, out of range for bufs\[0\] with 40 rows"):
+        run(torch.tensor([1, 40], device=target.device))
+        multigather.check()
+
+
+def test_gradients_in_a_graph(target: Target) -> None:
+    """AOT autograd differentiates through the operator."""
+    indices = torch.tensor([1, 0, 1, -1], device=target.device)
+    weights = torch.randn(5, 3, device=target.device, requires_grad=True)
+    codes = torch.arange(5, device=target.device)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def run(weights):
+        rows, numbers = multigather.gather(indices, weights, codes, backend=target.backend)
+        return (rows * 2).sum() + numbers.sum()
+
+    (gradient,) = torch.autograd.grad(run(weights), weights)
+    (wanted,) = torch.autograd.grad((weights[indices] * 2).sum(), weights)
+    assert torch.equal(gradient, wanted)
+
+
+def test_operator_passes_torchs_own_checks(target: Target) -> None:
+    """torch.library.opcheck: schema, fake implementation, autograd registration, AOT dispatch."""
+    a = torch.randn(9, 3, device=target.device, requires_grad=True)
+    b = torch.arange(9, device=target.device)
+    indices = torch.tensor([1, 8, 1], device=target.device)
+    torch.library.opcheck(gather_operator, (indices, [a, b], "raise", target.backend))
+    torch.library.opcheck(gather_operator, (indices.view(3, 1), [b], "fill", None))
+
+
+def test_fake_and_meta_tensors(target: Target) -> None:
+    """Shapes and dtypes without data."""
+    with FakeTensorMode():
+        indices = torch.zeros(2, 5, dtype=torch.int64, device=target.device)
+        buffer = torch.zeros(9, 3, dtype=torch.bfloat16, device=target.device)
+        (rows,) = multigather.gather(indices, buffer)
+    assert tuple(rows.shape) == (2, 5, 3) and rows.dtype == torch.bfloat16
+    assert rows.device.type == target.device
+    (rows,) = multigather.gather(
+        torch.zeros(4, dtype=torch.int64, device="meta"), torch.zeros(9, 3, device="meta")
+    )
+    assert rows.is_meta and tuple(rows.shape) == (4, 3)
+
+
+def test_export(target: Target) -> None:
+    """torch.export keeps the operator, with the number of indices dynamic."""
+
+    class Rows(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.randn(9, 3, device=target.device))
+
+        def forward(self, indices):
+            return multigather.gather(indices, self.table)[0]
+
+    count = torch.export.Dim("count", min=2, max=64)
+    exported = torch.export.export(
+        Rows(),
+        (torch.tensor([1, 2, 3], device=target.device),),
+        dynamic_shapes={"indices": {0: count}},
+    )
+    assert any(node.target is gather_operator for node in exported.graph.nodes)
+    indices = torch.tensor([8, 0, 1, 7, 2], device=target.device)
+    module = exported.module()
+    assert torch.equal(module(indices), module.table[indices])
