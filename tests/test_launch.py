@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -127,3 +130,32 @@ def test_no_driver_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
             launch.launch_function()
     finally:
         launch.launch_function.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAVE_GPU, reason="torch sees no CUDA device")
+@pytest.mark.parametrize("backend", ["cupy", "triton", "torch"])
+def test_synchronous_mode_raises_at_the_call(backend: str) -> None:
+    """With MULTIGATHER_SYNC=1 a bad index on a GPU raises at the call that has it."""
+    program = (
+        "import torch, multigather\n"
+        "buffer = torch.zeros(9, 5, device='cuda')\n"
+        "for bad in (9, 12):\n"
+        "    try:\n"
+        "        index = torch.tensor([0, bad], device='cuda')\n"
+        f"        multigather.gather(index, buffer, backend={backend!r})\n"
+        "        print('no error')\n"
+        "    except IndexError as error:\n"
+        "        print(error)\n"
+        "multigather.check()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "MULTIGATHER_SYNC": "1"},
+    )
+    first, second = done.stdout.splitlines()
+    assert "is 9, out of range for bufs[0] with 9 rows" in first
+    assert "is 12, out of range for bufs[0] with 9 rows" in second
