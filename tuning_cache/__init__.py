@@ -1,1 +1,1 @@
-"""Which backend and config runs which gather, as JSON, installed as ``multigather.tuning_cache``."""
+"""Which backend and config runs which gather, as JSON; installed as multigather.tuning_cache."""
