@@ -30,7 +30,8 @@ _executables: dict[tuple[Any, ...], Executable] = {}
 _executables_lock = threading.Lock()
 # By the first buffer's id and the options that are not the default ones.
 _shortcuts: dict[Any, Shortcut] = {}
-_out_shortcuts: dict[tuple[int, int, str, str | None], OutShortcut] = {}
+# By the first buffer's and the first output's id; None where these came only once.
+_out_shortcuts: dict[tuple[int, int, str, str | None], OutShortcut | None] = {}
 
 
 def gather(
@@ -94,11 +95,8 @@ def gather(
         if out is None:
             _remember(executable, indices, bufs, bounds, backend)
         else:
-            known = OutShortcut(indices, bufs, results, executable)
-            with _executables_lock:
-                if len(_out_shortcuts) >= KEPT_EXECUTABLES:
-                    _out_shortcuts.clear()
-                _out_shortcuts[id(bufs[0]), id(out[0]), bounds, backend] = known
+            key = (id(bufs[0]), id(out[0]), bounds, backend)
+            _remember_outputs(executable, indices, bufs, results, key)
     return results
 
 
@@ -228,7 +226,9 @@ def _into_known(
         known = _out_shortcuts[id(bufs[0]), id(out[0]), bounds, backend]
     except (KeyError, IndexError, TypeError):
         return None
-    return known.run(indices, bufs, out) if isinstance(out, (tuple, list)) else None
+    if known is None or not isinstance(out, (tuple, list)):
+        return None
+    return known.run(indices, bufs, out)
 
 
 def _remember(
@@ -241,21 +241,35 @@ def _remember(
     """Leave a guard behind for the next call like this one."""
     default = backend is None and bounds == "raise"
     key = id(bufs[0]) if default else (id(bufs[0]), bounds, backend)
-    shortcut = _shortcuts.get(key)
-    if (
-        shortcut is None
-        or shortcut.executable is not executable
-        or not shortcut.check(indices, *bufs)
-    ):
+    # One per executable, whatever the tensors: a program that makes new views for every call finds
+    # it here again, and does not pay for a guard and generated code each time.
+    shortcut = executable.shortcut
+    if shortcut is None or not shortcut.check(indices, *bufs):
         check = guard(indices, bufs)
         if check is None:
             return
-        shortcut = Shortcut(check, executable)
+        shortcut = executable.shortcut = Shortcut(check, executable)
+    if _shortcuts.get(key) is not shortcut:
         with _executables_lock:
             if len(_shortcuts) >= KEPT_EXECUTABLES:
                 _shortcuts.clear()
             _shortcuts[key] = shortcut
     shortcut.learn(indices.numel())
+
+
+def _remember_outputs(
+    executable: Executable,
+    indices: torch.Tensor,
+    bufs: tuple[torch.Tensor, ...],
+    outs: Sequence[torch.Tensor],
+    key: tuple[int, int, str, str | None],
+) -> None:
+    """Leave a guard behind for the next call into these outputs, once they have come twice."""
+    with _executables_lock:
+        if len(_out_shortcuts) >= KEPT_EXECUTABLES:
+            _out_shortcuts.clear()
+        again = key in _out_shortcuts
+        _out_shortcuts[key] = OutShortcut(indices, bufs, outs, executable) if again else None
 
 
 def _flatten(bufs: tuple[Any, ...]) -> tuple[list[Any], Any]:

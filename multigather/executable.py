@@ -7,6 +7,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ class Executable:
         on_cuda: whether it runs on a CUDA device.
         by_address: whether a runner relies on how the buffers' addresses are aligned.
         runners: those made so far, by `bucket_of` the count.
+        shortcut: the `shortcut.Shortcut` of a plain call, kept here by `api`.
 
     Args:
         request: the gather; its ``count`` is ignored.
@@ -43,6 +45,7 @@ class Executable:
         self.site = Site(next(_plan_numbers), tuple(range(len(labels))), labels)
         faults.plans[self.site.plan] = self.site
         self.runners: dict[int, Runner] = {}
+        self.shortcut: Any = None
         self._lock = threading.Lock()
 
     def __call__(

@@ -259,3 +259,26 @@ def test_repeated_outputs_are_still_checked(target: Target, planned: bool) -> No
     with pytest.raises(IndexError, match=r"\[1\] is 50"):
         call(bad, outs)
         multigather.check()
+
+
+def test_new_views_of_the_same_layout_share_a_shortcut(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that slices its buffers for every call makes no new guard for every call."""
+    made = []
+
+    def counted(*arguments):
+        made.append(arguments)
+        return shortcut.guard(*arguments)
+
+    api.forget()
+    monkeypatch.setattr(api, "guard", counted)
+    memory = torch.arange(4096, device=target.device).to(torch.uint8).view(64, 64)
+    indices = torch.tensor([3, 0, 7], device=target.device)
+    views = []
+    for _ in range(20):
+        views.append(memory[:32])
+        (output,) = multigather.gather(indices, views[-1], backend=target.backend)
+        assert_gathered(output, indices, views[-1])
+    assert len(made) == 1
+    api.forget()
