@@ -72,7 +72,7 @@ class _Runner:
             None if field.dtype in PLAIN else SAME_SIZE[field.dtype.itemsize]
             for field in request.fields
         ]
-        self._all_plain = not any(self._views)
+        self._dtypes = [field.dtype for field in request.fields]
         # index_select checks no index where there is nothing to copy.
         self._empty_rows = any(not field.row_bytes for field in request.fields)
         self._on_cpu = request.device.type in ("cpu", "meta")
@@ -90,8 +90,13 @@ class _Runner:
         if outs is not None or self._empty_rows or self._check_first or not self._on_cpu:
             return self._checked(indices, plain, shape, sources, outs)
         try:
-            if self._all_plain and len(shape) == 1:
-                return [index_select(source, 0, plain) for source in sources]
+            if len(shape) == 1:
+                return [
+                    index_select(source, 0, plain)
+                    if view is None
+                    else index_select(source.view(view), 0, plain).view(dtype)
+                    for source, view, dtype in zip(sources, self._views, self._dtypes)  # noqa: B905
+                ]
             return [
                 self._select(number, source, plain, shape, None)
                 for number, source in enumerate(sources)
