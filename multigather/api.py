@@ -113,10 +113,7 @@ def _in_graph(
             if item.shape != result.shape or item.dtype != result.dtype:
                 raise ValueError("out does not have the outputs' shapes and dtypes")
         gathered = [item.copy_(result) for item, result in zip(outs, gathered, strict=True)]
-    remaining = iter(gathered)
-    mirrored = [None if leaf is None else next(remaining) for leaf in leaves]
-    results: tuple[Any, ...] = pytree.tree_unflatten(mirrored, spec)
-    return results
+    return mirrored(gathered, leaves, spec)
 
 
 def gather_checked(
@@ -143,13 +140,16 @@ def gather_checked(
     if executable is None:
         if out is not None:
             _flatten_outputs(out, bufs, leaves, spec)
-        return (tuple(bufs) if spec is None else pytree.tree_unflatten(leaves, spec)), None
+        return mirrored((), leaves, spec), None
     request = executable.request
     if request.device.type == "cuda":
         faults.raise_pending(request.device)
     moved = indices.device != request.device
     if moved:
-        indices = indices.to(request.device, non_blocking=indices.is_pinned())
+        # A copy that does not block would still read pinned indices when the caller writes the next
+        # ones. Under capture nothing may block, and the copy is a part of the graph.
+        capturing = torch.cuda.is_current_stream_capturing()
+        indices = indices.to(request.device, non_blocking=capturing and indices.is_pinned())
     flat = indices.reshape(-1) if indices.dim() != 1 else indices
     if flat.shape[0] and request.bounds != "fill" and executable.has_empty_buffer:
         raise executable.empty_buffer_error(flat.shape[0])
@@ -182,10 +182,7 @@ def gather_checked(
         or any(tensor.is_conj() or tensor.is_neg() for tensor in tensors)
         or any(each.requires_grad for each in outs or ())
     )
-    remaining = iter(results)
-    mirrored = [None if leaf is None else next(remaining) for leaf in leaves]
-    structured = tuple(mirrored) if spec is None else pytree.tree_unflatten(mirrored, spec)
-    return structured, executable if plain else None
+    return mirrored(results, leaves, spec), executable if plain else None
 
 
 def explain(
@@ -278,6 +275,16 @@ def _flatten(bufs: tuple[Any, ...]) -> tuple[list[Any], Any]:
         if buf is not None and not isinstance(buf, torch.Tensor):
             return pytree.tree_flatten(bufs)
     return list(bufs), None
+
+
+def mirrored(results: Sequence[torch.Tensor], leaves: list[Any], spec: Any) -> tuple[Any, ...]:
+    """The results in the structure of the arguments, with None where these have None."""
+    remaining = iter(results)
+    items = [None if leaf is None else next(remaining) for leaf in leaves]
+    if spec is None:
+        return tuple(items)
+    structured: tuple[Any, ...] = pytree.tree_unflatten(items, spec)
+    return structured
 
 
 def _key(

@@ -70,7 +70,9 @@ class Plan:
             if shortcut is not None:
                 results = shortcut.run(indices, self._tensors)
                 if results is not None:
-                    return results if self._flat else self._mirrored(results)
+                    return (
+                        results if self._flat else api.mirrored(results, self._leaves, self._spec)
+                    )
         for number, (tensor, layout) in enumerate(zip(self._tensors, self._layouts, strict=True)):
             if _layout(tensor) != layout:
                 raise ValueError(
@@ -91,12 +93,6 @@ class Plan:
     def explain(self, indices: torch.Tensor) -> Any:
         """As `multigather.explain` for the plan's buffers."""
         return api.explain(indices, *self._bufs, bounds=self._bounds, backend=self._backend)
-
-    def _mirrored(self, results: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-        remaining = iter(results)
-        leaves = [None if leaf is None else next(remaining) for leaf in self._leaves]
-        mirrored: tuple[Any, ...] = pytree.tree_unflatten(leaves, self._spec)
-        return mirrored
 
     def _learn(self, indices: torch.Tensor, executable: Any) -> None:
         shortcut = self._shortcuts.get(indices.dtype)

@@ -158,7 +158,7 @@ def test_bad_indices_filled_or_clamped(target: Target, bounds: str, index_dtype:
 def test_bad_index_raises(target: Target, bad: int, rows: int) -> None:
     """raise: an IndexError that names what was wrong and where; on a CPU nothing is written."""
     indices = torch.tensor([0, rows - 1, -rows, bad, bad, 0], device=target.device)
-    good = Slab(2**50 if target.device == "meta" else 9, (), torch.int32, target.device)
+    good = Slab(9, (), torch.int32, target.device)
     slab = Slab(rows, (40,), torch.uint8, target.device)
     fits = indices.clamp(-9, 8)
     out = Slab(6, (40,), torch.uint8, target.device)

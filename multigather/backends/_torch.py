@@ -91,6 +91,7 @@ class _Runner:
             return self._checked(indices, plain, shape, sources, outs)
         try:
             if len(shape) == 1:
+                # `_select` written out: in a small gather a Python call per buffer shows.
                 return [
                     index_select(source, 0, plain)
                     if view is None

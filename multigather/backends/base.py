@@ -152,7 +152,8 @@ class KernelRunner:
     """Shared host side of the kernel backends: launches prepared per count and output layout.
 
     A launch is everything but the pointers: which function, which grid, which strides. It depends
-    on the number of indices, so launches are kept per count, the most recent `KEPT` of them.
+    on the number of indices, so launches are kept per count. `KEPT` of them are as many as a
+    server has batch sizes; at that number all are dropped and made again as needed.
 
     Args:
         request: the gather.
@@ -162,7 +163,7 @@ class KernelRunner:
             field's source and destination.
     """
 
-    KEPT = 64
+    KEPT = 1024
 
     def __init__(
         self,
