@@ -18,7 +18,7 @@ FAULT_WORDS = tl.constexpr(8)
 
 CONFIGS = [
     triton.Config({"BLOCK": block, "FUSED": fused}, num_warps=warps)
-    for block, warps in ((128, 1), (256, 2), (512, 4), (1024, 4), (1024, 8), (2048, 8), (4096, 8))
+    for block, warps in ((128, 1), (256, 2), (512, 4), (1024, 4), (2048, 8), (4096, 8))
     for fused in (0, 1)
 ]
 

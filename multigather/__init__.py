@@ -3,9 +3,9 @@
 ``multigather.gather(indices, *bufs)`` is ``tuple(buf[indices] for buf in bufs)``, bit for bit.
 """
 
-from .api import explain, gather
+from .api import explain, gather, load_tuning
 from .dispatch import BackendStatus, Explanation, backends
-from .errors import UnsupportedError
+from .errors import NotTunedError, UnsupportedError
 from .faults import check
 from .plan import Plan, plan
 
@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BackendStatus",
     "Explanation",
+    "NotTunedError",
     "Plan",
     "UnsupportedError",
     "__version__",
@@ -21,5 +22,6 @@ __all__ = [
     "check",
     "explain",
     "gather",
+    "load_tuning",
     "plan",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from torch.utils import _pytree as pytree
 from . import dispatch, faults
 from .autograd import Gather
 from .bounds import as_int64, resolve
+from .cache import store
 from .executable import Executable
 from .operator import gather_operator
 from .outputs import check_outputs
@@ -207,12 +209,32 @@ def explain(
     return dispatch.explain(request, backend, executable.site)
 
 
+def load_tuning(path: str | os.PathLike[str]) -> int:
+    """Use measured winners from a file, before those of every other place.
+
+    Args:
+        path: a tuning file, as ``multigather tune`` writes it, or a folder of such files. Read at
+            once to see that it is sound, and again when the first gather on a device needs it.
+
+    Returns:
+        How many entries there are, for whatever devices.
+
+    Raises:
+        FileNotFoundError: nothing is at ``path``.
+        ValueError: it is no tuning file, or one of a newer version of multigather.
+    """
+    entries = store.give(path)
+    forget()
+    return entries
+
+
 def forget() -> None:
     """Drop every executable that was made, so that later calls choose anew."""
     with _executables_lock:
         _executables.clear()
         _shortcuts.clear()
         _out_shortcuts.clear()
+    store.forget()
 
 
 def _into_known(

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import cache
 from .backends._cupy import CudaBackend
 from .backends._torch import TorchBackend
 from .backends._triton import TritonBackend
 from .backends.base import Backend, Config, Refusal
-from .errors import UnsupportedError
+from .cache import rules, store
+from .cache.key import Key, key_of
+from .errors import NotTunedError, UnsupportedError
 from .request import Request, Site
+
+if TYPE_CHECKING:
+    from .cache.model import Measured
+
+log = logging.getLogger("multigather")
 
 BACKENDS: tuple[Backend, ...] = (CudaBackend(), TritonBackend(), TorchBackend())
 
@@ -56,6 +63,24 @@ class Pick:
     fields: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Selection:
+    """What was chosen for a request.
+
+    Attributes:
+        picks: together they have every field once.
+        refused: for each backend that did not take everything, the reasons.
+        tuned: whether a measurement decided, rather than the heuristic.
+        settled: whether the choice may be kept. It may not where the files could not be read
+            because a CUDA graph is being captured.
+    """
+
+    picks: list[Pick]
+    refused: dict[str, list[str]]
+    tuned: bool
+    settled: bool
+
+
 def backends() -> tuple[BackendStatus, ...]:
     """Every backend, in the order of preference on a GPU, with the reasons if it is unavailable."""
     result = []
@@ -65,29 +90,38 @@ def backends() -> tuple[BackendStatus, ...]:
     return tuple(result)
 
 
-def select(
-    request: Request, name: str | None, site: Site
-) -> tuple[list[Pick], dict[str, list[str]]]:
+def select(request: Request, name: str | None, site: Site, *, reading: bool = True) -> Selection:
     """Choose for each field.
 
-    A named backend takes all fields or none. Otherwise the first rule that matches and whose
-    backend accepts the request takes it; buffers that this backend must leave go to the next one.
+    A named backend takes all fields or none. Otherwise the first choice whose backend accepts the
+    request takes it; buffers that this backend must leave go to the next one. What was measured
+    comes before the heuristic's rules.
 
-    Returns:
-        The picks, and for each backend that did not take everything the reasons.
+    Args:
+        request: the gather.
+        name: the backend that the caller insists on.
+        site: names of the buffers.
+        reading: whether tuning files may be read; otherwise only what was read before is used.
 
     Raises:
         UnsupportedError: the named backend, or every backend, refuses.
+        NotTunedError: in mode "strict", nothing was measured that serves this gather.
     """
     left = tuple(range(len(request.fields)))
     picks: list[Pick] = []
     refused: dict[str, list[str]] = {}
-    rules: dict[str, cache.Rule] = {}
-    for rule in cache.default_rules():
-        if name in (None, rule.backend) and rule.matches(request):
-            rules.setdefault(rule.backend, rule)
+    found, settled = _measured(request, reading)
+    if found is None and settled and name != "torch" and store.mode() == "strict":
+        _require_tuning(request, site)
+    choices: dict[str, tuple[Config, str]] = {}
     by_name = {backend.name: backend for backend in BACKENDS}
-    for backend_name in [name] if name else rules:
+    for backend_name, measured in found.choices if found else ():
+        config = by_name[backend_name].config_from(measured.config)
+        if by_name[backend_name].illegal(request, config) is None:
+            choices[backend_name] = config, found.origin if found else ""
+    for backend_name, choice in heuristic(request).items():
+        choices.setdefault(backend_name, choice)
+    for backend_name in [name] if name else choices:
         backend = by_name[backend_name]
         refusals = backend.why_not(request)
         blocked = {refusal.field for refusal in refusals}
@@ -96,18 +130,76 @@ def select(
         taken = tuple(field for field in left if field not in blocked)
         if None in blocked or not taken or (name and blocked):
             continue
-        chosen = rules.get(backend.name)
-        if chosen is not None:
-            config, origin = backend.config_from(chosen.knobs), chosen.origin
+        if backend.name in choices:
+            config, origin = choices[backend.name]
         else:
-            config, origin = backend.configs(request)[0], "no rule; the backend's first config"
+            config, origin = backend.space()[0], "no rule; the backend's first config"
         picks.append(Pick(backend, config, origin, taken))
         left = tuple(field for field in left if field in blocked)
         if not left:
             break
     if left or not picks:
         raise UnsupportedError(_refusal_text(request, name, site, refused))
-    return picks, refused
+    return Selection(picks, refused, found is not None, settled)
+
+
+def heuristic(request: Request) -> dict[str, tuple[Config, str]]:
+    """What the rules choose: config and origin by backend, the preferred backend first."""
+    choices: dict[str, tuple[Config, str]] = {}
+    by_name = {backend.name: backend for backend in BACKENDS}
+    for rule in rules.default_rules():
+        if rule.matches(request) and rule.backend not in choices:
+            choices[rule.backend] = by_name[rule.backend].config_from(rule.knobs), rule.origin
+    return choices
+
+
+def _measured(request: Request, reading: bool) -> tuple[store.Found | None, bool]:
+    """What was measured for a request, and whether that answer may be kept."""
+    if request.host_memory or not request.fields or store.mode() == "off":
+        return None, True
+    if not reading and not store.loaded(request.device):
+        return None, False
+    key = key_of(request)
+    found = store.winners(request.device).find(key, refusal_of)
+    if found is None and request.device.type == "cuda":
+        log.info("nothing was measured for %s; run: %s", key.label, tune_command(key))
+    return found, True
+
+
+def refusal_of(backend_name: str, measured: Measured) -> str | None:
+    """Why a backend cannot use what a file says of it; None if it can."""
+    backend = next((each for each in BACKENDS if each.name == backend_name), None)
+    if backend is None:
+        return "there is no such backend"
+    if measured.revision != backend.revision:
+        return f"measured for kernel revision {measured.revision}, this is {backend.revision}"
+    try:
+        backend.config_from(measured.config)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def tune_command(key: Key) -> str:
+    """The command that measures what a key stands for."""
+    row, buffers = 1 << key.row, 1 << key.buffers
+    return f"multigather tune --rows {1 << key.count} --row-bytes {row} --buffers {buffers}"
+
+
+def _require_tuning(request: Request, site: Site) -> None:
+    key = key_of(request)
+    trace = store.winners(request.device).trace(key, refusal_of)
+    raise NotTunedError(
+        "\n".join(
+            (
+                f"MULTIGATHER_TUNING=strict, and nothing was measured for {key.label}:",
+                describe(request, site),
+                "  searched",
+                *(f"    {line}" for line in trace),
+                f"  run: {tune_command(key)}",
+            )
+        )
+    )
 
 
 def _texts(refusals: list[Refusal], site: Site) -> list[str]:
@@ -163,11 +255,13 @@ class Explanation:
         request: text of the request.
         picks: per pick, backend, knobs, origin and the labels of its buffers.
         refused: per backend that did not take everything, why.
+        searched: what the search for measured winners looked at, a line each.
     """
 
     request: str
     picks: tuple[dict[str, Any], ...]
     refused: dict[str, tuple[str, ...]]
+    searched: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = ["gather of", self.request]
@@ -177,12 +271,14 @@ class Explanation:
             lines.append(f"    chosen by: {pick['origin']}")
         for backend, reasons in self.refused.items():
             lines += [f"  not {backend}: {reason}" for reason in reasons]
+        lines += [f"  searched {line}" for line in self.searched]
         return "\n".join(lines)
 
 
 def explain(request: Request, name: str | None, site: Site) -> Explanation:
     """The choice for a request and the reasons against every other backend."""
-    picks, refused = select(request, name, site)
+    selection = select(request, name, site)
+    picks, refused = selection.picks, selection.refused
     used = {pick.backend.name for pick in picks}
     for backend in BACKENDS:
         if backend.name in used or backend.name in refused:
@@ -205,4 +301,15 @@ def explain(request: Request, name: str | None, site: Site) -> Explanation:
             for pick in picks
         ),
         refused={name: tuple(reasons) for name, reasons in refused.items()},
+        searched=_searched(request),
     )
+
+
+def _searched(request: Request) -> tuple[str, ...]:
+    if request.host_memory:
+        return ("nothing: buffers in host memory are not tuned for",)
+    if store.mode() == "off":
+        return ("nothing: MULTIGATHER_TUNING=off",)
+    key = key_of(request)
+    trace = store.winners(request.device).trace(key, refusal_of)
+    return (f"for {key.label}", *trace)

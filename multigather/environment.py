@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from pathlib import Path
 
 import torch
 
 import multigather
+
+from .cache.device import cpu_name
 
 
 def facts() -> dict[str, str]:
@@ -19,7 +20,7 @@ def facts() -> dict[str, str]:
         "torch": torch.__version__,
         "driver": _driver(),
         "gpu": _gpus(),
-        "cpu": f"{_cpu()}, {torch.get_num_threads()} threads",
+        "cpu": f"{cpu_name()}, {torch.get_num_threads()} threads",
     }
 
 
@@ -38,12 +39,3 @@ def _gpus() -> str:
     return ", ".join(
         f"{torch.cuda.get_device_name(i)} (cuda:{i})" for i in range(torch.cuda.device_count())
     )
-
-
-def _cpu() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

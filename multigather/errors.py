@@ -7,6 +7,10 @@ class UnsupportedError(NotImplementedError):
     """A backend, named by the caller, cannot run this gather; the message lists every reason."""
 
 
+class NotTunedError(LookupError):
+    """In mode ``MULTIGATHER_TUNING=strict``, nothing was measured that serves a gather."""
+
+
 def bad_index_message(
     *, position: int, value: int, label: str, rows: int, shape: tuple[int, ...] | None = None
 ) -> str:

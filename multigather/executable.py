@@ -13,7 +13,8 @@ import torch
 
 from . import dispatch, faults
 from .backends.base import Runner
-from .request import Request, Site
+from .cache import record, store
+from .request import Request, Site, bucket_of
 
 _plan_numbers = itertools.count(1)
 
@@ -56,8 +57,9 @@ class Executable:
         outs: Sequence[torch.Tensor] | None,
     ) -> list[torch.Tensor]:
         """Gather; the arguments are those of `backends.base.Runner`."""
-        bucket = bucket_of(shape.numel())
-        runner = self.runners.get(bucket) or self._prepare(bucket)
+        count = shape.numel()
+        bucket = bucket_of(count)
+        runner = self.runners.get(bucket) or self._prepare(bucket, count)
         return runner(indices, shape, sources, outs)
 
     @functools.cached_property
@@ -73,25 +75,30 @@ class Executable:
             'bounds="fill" would give rows of zeros'
         )
 
-    def _prepare(self, bucket: int) -> Runner:
-        """Choose and make the runner for the counts of a bucket."""
+    def _prepare(self, bucket: int, count: int) -> Runner:
+        """Choose and make the runner for the counts of a bucket; ``count`` is the first of them."""
         with self._lock:
-            if bucket not in self.runners:
-                request = self.request.with_count(1 << bucket)
-                parts = []
-                for pick in dispatch.select(request, self._name, self.site)[0]:
-                    self.by_address |= pick.backend.name != "torch"
-                    site = dataclasses.replace(self.site, numbers=pick.fields)
-                    runner = pick.backend.prepare(request.subset(pick.fields), pick.config, site)
-                    parts.append((runner, pick.fields))
-                runner = parts[0][0] if len(parts) == 1 else _Parts(parts)
+            if bucket in self.runners:
+                return self.runners[bucket]
+            request = self.request.with_count(1 << bucket)
+            # While a CUDA graph is being captured nothing is read, written or measured.
+            capturing = self.on_cuda and torch.cuda.is_current_stream_capturing()
+            record.note(self.request.with_count(count), may_write=not capturing)
+            if store.mode() == "online" and not capturing:
+                from .tuner.online import tune_if_missing
+
+                tune_if_missing(request, self._name, self.site)
+            selection = dispatch.select(request, self._name, self.site, reading=not capturing)
+            parts = []
+            for pick in selection.picks:
+                self.by_address |= pick.backend.name != "torch"
+                site = dataclasses.replace(self.site, numbers=pick.fields)
+                runner = pick.backend.prepare(request.subset(pick.fields), pick.config, site)
+                parts.append((runner, pick.fields))
+            runner = parts[0][0] if len(parts) == 1 else _Parts(parts)
+            if selection.settled:
                 self.runners[bucket] = runner
-            return self.runners[bucket]
-
-
-def bucket_of(count: int) -> int:
-    """Number of the bucket of a count: the exponent of the nearest power of two."""
-    return (count * count).bit_length() >> 1
+            return runner
 
 
 class _Parts:

@@ -111,6 +111,11 @@ def power_of_two_divisor(*values: int) -> int:
     return bits & -bits
 
 
+def bucket_of(number: int) -> int:
+    """Exponent of the power of two nearest to a number in log space; 0 for 0."""
+    return (number * number).bit_length() >> 1
+
+
 def has_contiguous_rows(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether each row of a tensor of this shape and stride is contiguous in memory."""
     if 0 in shape[1:]:

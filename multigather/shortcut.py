@@ -21,7 +21,7 @@ import torch
 
 from . import faults
 from .backends.base import KernelRunner
-from .executable import Executable, bucket_of
+from .executable import Executable
 from .launch import (
     Block,
     Launch,
@@ -31,7 +31,7 @@ from .launch import (
     launch_function,
 )
 from .outputs import extent
-from .request import Request
+from .request import Request, bucket_of
 
 try:
     from torch._C._dynamo import guards

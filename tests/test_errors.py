@@ -20,7 +20,8 @@ from cases import Slab, assert_gathered
 from conftest import HAVE_GPU, Target
 
 import multigather
-from multigather import api, cache, faults
+from multigather import api, faults
+from multigather.cache import rules
 from multigather.errors import bad_index_message
 
 ROWS = (5, 4)  # of the two buffers of the good call
@@ -535,8 +536,8 @@ def test_bad_index_where_two_backends_share_the_work(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A buffer that the kernel leaves to torch keeps its own name, and so do the others."""
-    rules = [cache.Rule("any", name, {}, {}, "test") for name in (target.backend, "torch")]
-    monkeypatch.setattr(cache, "default_rules", lambda: tuple(rules))
+    both = [rules.Rule("any", name, {}, {}, "test") for name in (target.backend, "torch")]
+    monkeypatch.setattr(rules, "default_rules", lambda: tuple(both))
     api.forget()
     plain, columns = (
         torch.zeros(9, 2, device=target.device),

@@ -14,8 +14,9 @@ from cases import DTYPES, POISON, Slab, assert_gathered, expected, raw_bytes
 from conftest import Target
 
 import multigather
-from multigather import api, cache, dispatch
-from multigather.backends import _cupy, _triton, base
+from multigather import api, dispatch
+from multigather.backends import _cupy, base
+from multigather.cache import rules
 
 BOUNDS = ("raise", "fill", "clip", "unchecked")
 INDEX_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
@@ -282,14 +283,6 @@ def test_fewest_launches() -> None:
         assert fields <= capacity <= _cupy.LARGE_CAPACITY
 
 
-def configs_of(target: Target) -> list[base.Config]:
-    if target.backend == "cupy":
-        return list(_cupy.CONFIGS)
-    if target.backend == "triton":
-        return _triton.TritonBackend().configs(None)
-    return [base.Config()]
-
-
 @pytest.mark.parametrize("wide", [False, True], ids=["32-bit", "64-bit"])
 def test_every_config(target: Target, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All configs of the search space, not just chosen ones, on aligned, odd and tail cases."""
@@ -312,9 +305,9 @@ def test_every_config(target: Target, wide: bool, monkeypatch: pytest.MonkeyPatc
     ]
     indices = rows_of(3 if interpreted else 19, 21, target.device)
     indices[2] = -2
-    for config in configs_of(target):
-        rule = cache.Rule("any", target.backend, {}, dataclasses.asdict(config), "test")
-        monkeypatch.setattr(cache, "default_rules", lambda rule=rule: (rule,))
+    for config in next(b for b in dispatch.BACKENDS if b.name == target.backend).space():
+        rule = rules.Rule("any", target.backend, {}, dataclasses.asdict(config), "test")
+        monkeypatch.setattr(rules, "default_rules", lambda rule=rule: (rule,))
         api.forget()
         assert config.describe() in str(
             multigather.explain(indices, slabs[0].tensor, backend=target.backend)

@@ -56,7 +56,7 @@ def case(fused: bool = False, **changes: Any) -> dict[str, Any]:
 
 def config_cases() -> Iterator[tuple[str, dict[str, Any]]]:
     """Every config that the tuner may pick, in every bounds mode."""
-    for config, bounds in itertools.product(TritonBackend().configs(None), BOUNDS):  # type: ignore[arg-type]
+    for config, bounds in itertools.product(TritonBackend().space(), BOUNDS):
         knobs = {name: getattr(config, name) for name in ("block", "num_warps", "fused")}
         yield f"{config.describe()}, {bounds}", {**BASE, "config": knobs, "bounds": bounds}
 

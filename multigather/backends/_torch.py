@@ -6,7 +6,8 @@ faster, and it checks the indices itself, so the good path needs no check of our
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from .. import faults
 from ..bounds import as_int64, raise_if_bad, resolve
 from ..request import Request, Site
-from .base import Config, Refusal, Runner, flat_row_stride
+from .base import Config, Refusal, Runner, config_of, flat_row_stride
 
 # As a function it costs a quarter less than as a method, about a microsecond per buffer.
 index_select = torch.index_select
@@ -30,10 +31,27 @@ PLAIN = frozenset(
 SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
+@dataclass(frozen=True)
+class TorchConfig(Config):
+    """Which torch operation gathers.
+
+    Attributes:
+        elements: for buffers of one dimension, "index_select", which on a CPU copies them in one
+            thread but with less work, or "gather", which shares them among the threads.
+    """
+
+    elements: str = "index_select"
+
+    def __post_init__(self) -> None:
+        if self.elements not in ("index_select", "gather"):
+            raise ValueError(f"elements must be 'index_select' or 'gather', got {self.elements!r}")
+
+
 class TorchBackend:
     """See the module's docstring; the methods are those of `base.Backend`."""
 
     name: ClassVar[str] = "torch"
+    revision: ClassVar[int] = 1
 
     def version(self) -> str | None:
         """Version of torch."""
@@ -49,24 +67,39 @@ class TorchBackend:
             return [Refusal("torch cannot read buffers in host memory with indices on a GPU")]
         return []
 
-    def configs(self, request: Request) -> list[Config]:
-        """See `base.Backend.configs`."""
-        return [Config()]
+    def space(self) -> list[Config]:
+        """See `base.Backend.space`."""
+        return [TorchConfig("index_select"), TorchConfig("gather")]
+
+    def illegal(self, request: Request, config: Config) -> str | None:
+        """See `base.Backend.illegal`."""
+        assert isinstance(config, TorchConfig)
+        if config.elements == "gather" and all(field.row_shape for field in request.fields):
+            return "no buffer has one dimension, so it is the same as index_select"
+        return None
+
+    def variant(self, request: Request, config: Config) -> Hashable | None:
+        """See `base.Backend.variant`."""
+        return None
 
     def config_from(self, knobs: dict[str, Any]) -> Config:
         """See `base.Backend.config_from`."""
-        if knobs:
-            raise ValueError(f"the torch backend has no knobs, got {knobs!r}")
-        return Config()
+        return config_of(TorchConfig, self.name, knobs)
 
     def prepare(self, request: Request, config: Config, site: Site) -> Runner:
         """See `base.Backend.prepare`."""
-        return _Runner(request, site)
+        assert isinstance(config, TorchConfig)
+        return _Runner(request, config, site)
 
 
 class _Runner:
-    def __init__(self, request: Request, site: Site) -> None:
+    def __init__(self, request: Request, config: TorchConfig, site: Site) -> None:
         self._request = request
+        elements = torch.gather if config.elements == "gather" else index_select
+        self._operations: list[Callable[..., torch.Tensor]] = [
+            index_select if field.row_shape else elements for field in request.fields
+        ]
+        self._wide_indices = torch.gather in self._operations
         self._site = site
         self._views = [
             None if field.dtype in PLAIN else SAME_SIZE[field.dtype.itemsize]
@@ -86,17 +119,21 @@ class _Runner:
         outs: Sequence[torch.Tensor] | None,
     ) -> list[torch.Tensor]:
         """See `base.Runner`."""
-        plain = indices if indices.dtype in (torch.int64, torch.int32) else as_int64(indices)
+        plain = indices
+        if indices.dtype != torch.int64 and (self._wide_indices or indices.dtype != torch.int32):
+            plain = as_int64(indices)
         if outs is not None or self._empty_rows or self._check_first or not self._on_cpu:
             return self._checked(indices, plain, shape, sources, outs)
         try:
             if len(shape) == 1:
                 # `_select` written out: in a small gather a Python call per buffer shows.
                 return [
-                    index_select(source, 0, plain)
+                    operation(source, 0, plain)
                     if view is None
-                    else index_select(source.view(view), 0, plain).view(dtype)
-                    for source, view, dtype in zip(sources, self._views, self._dtypes)  # noqa: B905
+                    else operation(source.view(view), 0, plain).view(dtype)
+                    for operation, source, view, dtype in zip(  # noqa: B905
+                        self._operations, sources, self._views, self._dtypes
+                    )
                 ]
             return [
                 self._select(number, source, plain, shape, None)
@@ -167,14 +204,15 @@ class _Runner:
         view = self._views[number]
         if view is not None:
             source = source.view(view)
+        operation = self._operations[number]
         if out is None:
-            result = index_select(source, 0, rows)
+            result = operation(source, 0, rows)
             if view is not None:
                 result = result.view(self._request.fields[number].dtype)
             if len(shape) != 1:
                 result = result.view((*shape, *source.shape[1:]))
             return result
-        index_select(source, 0, rows, out=self._flat(number, out, len(rows)))
+        operation(source, 0, rows, out=self._flat(number, out, len(rows)))
         return out
 
     def _flat(self, number: int, out: torch.Tensor, count: int) -> torch.Tensor:

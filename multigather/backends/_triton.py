@@ -9,7 +9,7 @@ import importlib.util
 import os
 import shutil
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ from .base import (
     KernelRunner,
     Refusal,
     Runner,
+    config_of,
     copy_unit,
     row_refusals,
 )
@@ -70,6 +71,7 @@ class TritonBackend:
     """See the module's docstring; the methods are those of `base.Backend`."""
 
     name: ClassVar[str] = "triton"
+    revision: ClassVar[int] = 1
 
     def version(self) -> str | None:
         """Version of Triton, None if it is not installed."""
@@ -104,19 +106,25 @@ class TritonBackend:
             reasons = [f"it runs on GPUs, not on {request.device}"]
         return [Refusal(text) for text in reasons] + row_refusals(request)
 
-    def configs(self, request: Request) -> list[Config]:
-        """See `base.Backend.configs`."""
+    def space(self) -> list[Config]:
+        """See `base.Backend.space`."""
         return [
             TritonConfig(each.kwargs["BLOCK"], each.num_warps, bool(each.kwargs["FUSED"]))
             for each in _kernel().configs
         ]
 
+    def illegal(self, request: Request, config: Config) -> str | None:
+        """See `base.Backend.illegal`."""
+        return None
+
+    def variant(self, request: Request, config: Config) -> Hashable | None:
+        """See `base.Backend.variant`."""
+        rows = tuple((field.row_bytes, field.unit_bytes) for field in request.fields)
+        return rows, request.index_dtype, request.bounds, config
+
     def config_from(self, knobs: dict[str, Any]) -> TritonConfig:
         """See `base.Backend.config_from`."""
-        try:
-            return TritonConfig(**knobs)
-        except TypeError as error:
-            raise ValueError(f"not a config of the triton backend: {knobs!r} ({error})") from None
+        return config_of(TritonConfig, self.name, knobs)
 
     def prepare(self, request: Request, config: Config, site: Site) -> Runner:
         """See `base.Backend.prepare`."""

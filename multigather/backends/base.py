@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -29,6 +29,27 @@ class Config:
     def describe(self) -> str:
         """The knobs as ``name=value``, in order."""
         return ", ".join(f"{name}={value}" for name, value in asdict(self).items()) or "default"
+
+
+ConfigKind = TypeVar("ConfigKind", bound=Config)
+
+
+def config_of(kind: type[ConfigKind], backend: str, knobs: dict[str, Any]) -> ConfigKind:
+    """The config of a kind with these knobs; those left out have their defaults.
+
+    Raises:
+        ValueError: a knob is unknown, of the wrong type or out of its range. Knobs come from files
+            that anybody may have written, and end in a compiler's command line.
+    """
+    types = {field.name: type(field.default) for field in fields(kind)}
+    for name, value in knobs.items():
+        if name not in types:
+            raise ValueError(
+                f"the {backend} backend has no knob {name!r}, only {', '.join(types) or 'none'}"
+            )
+        if type(value) is not types[name]:
+            raise ValueError(f"{name} must be {types[name].__name__}, got {value!r}")
+    return kind(**knobs)
 
 
 class Runner(Protocol):
@@ -56,6 +77,9 @@ class Backend(Protocol):
     """One way to run a gather."""
 
     name: ClassVar[str]
+    # Raised by hand whenever a kernel changes so that what was measured for it no longer holds; a
+    # test keeps it in step with the kernel's source.
+    revision: ClassVar[int]
 
     def unavailable(self) -> list[str]:
         """Reasons why this machine cannot use the backend at all; empty if it can."""
@@ -69,8 +93,16 @@ class Backend(Protocol):
         """Reasons why the request cannot be run; empty if it can."""
         ...
 
-    def configs(self, request: Request) -> list[Config]:
-        """The legal configs for the request, a non-empty list."""
+    def space(self) -> list[Config]:
+        """Every config worth measuring, a non-empty list."""
+        ...
+
+    def illegal(self, request: Request, config: Config) -> str | None:
+        """Why a config cannot run a request that `why_not` accepts; None if it can."""
+        ...
+
+    def variant(self, request: Request, config: Config) -> Hashable | None:
+        """What the compiled code depends on; None if nothing is compiled."""
         ...
 
     def config_from(self, knobs: dict[str, Any]) -> Config:
@@ -221,6 +253,10 @@ class KernelRunner:
                 self._launches.clear()
             self._launches[key] = launches
         return launches
+
+    def compile(self, count: int) -> None:
+        """Make the launch of a call with so many contiguous indices and new outputs."""
+        self._add((count, 1), self._fresh)
 
     def launch(self, count: int) -> Launch | None:
         """The launch of a call with so many contiguous indices and new outputs, if one was made.

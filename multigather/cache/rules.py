@@ -1,7 +1,7 @@
-"""Where configs come from: JSON files of rules, read on first use.
+"""The heuristic for what nobody measured, read on first use.
 
-``tuning_cache/default.json`` holds the heuristic that serves a device nobody measured: an ordered
-list of rules, each a backend and a config for the gathers that meet its conditions.
+``tuning_cache/default.json`` is an ordered list of rules, each a backend and a config for the
+gathers that meet its conditions.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from .request import Request
+from ..request import Request
 
+RULES_FILE = "default.json"
 CONDITIONS = ("min_call_bytes", "max_call_bytes", "min_row_bytes", "max_row_bytes")
 
 
@@ -54,14 +55,13 @@ def default_rules() -> tuple[Rule, ...]:
     Raises:
         ValueError: the file names an unknown condition.
     """
-    name = "default.json"
-    text = (resources.files("multigather.tuning_cache") / name).read_text()
+    text = (resources.files("multigather.tuning_cache") / RULES_FILE).read_text()
     rules = []
     for number, entry in enumerate(json.loads(text)["rules"]):
         unknown = set(entry["when"]) - set(CONDITIONS)
         if unknown:
-            raise ValueError(f"{name}, rule {number}: unknown conditions {sorted(unknown)}")
-        origin = f"heuristic, rule {number} of {name}"
+            raise ValueError(f"{RULES_FILE}, rule {number}: unknown conditions {sorted(unknown)}")
+        origin = f"heuristic, rule {number} of {RULES_FILE}"
         rules.append(
             Rule(entry["device"], entry["backend"], entry["when"], entry["config"], origin)
         )
