@@ -54,6 +54,9 @@ class Layout(enum.StrEnum):
 DeviceOption = Annotated[
     Device | None, typer.Option(help="Where to run; by default the GPU if there is one.")
 ]
+LogOption = Annotated[
+    Path | None, typer.Option(help="Write every timing into this file, a line of JSON each.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -137,6 +140,7 @@ def tune(
     out: Annotated[
         Path | None, typer.Option(help="Folder to write to; by default the user's cache.")
     ] = None,
+    log: LogOption = None,
     as_json: Json = False,
 ) -> None:
     """Measure every backend and config on this device, and keep the winners."""
@@ -144,7 +148,7 @@ def tune(
 
     grid = commands.Grid(rows, row_bytes, buffers)
     options = commands.TuneOptions(
-        preset.value, grid, from_record, backends, budget, retune.value, resume, dry_run, out
+        preset.value, grid, from_record, backends, budget, retune.value, resume, dry_run, out, log
     )
     sys.exit(commands.run(lambda: commands.tune(device, options, as_json)))
 
@@ -210,12 +214,13 @@ def check(
         str | None, typer.Option(help="Only these backends, such as triton,torch.")
     ] = None,
     device: DeviceOption = None,
+    log: LogOption = None,
     as_json: Json = False,
 ) -> None:
     """Measure what the choices cost against the best of all configs; exit 1 if too much."""
     from multigather.tuner import commands
 
-    options = commands.CheckOptions(sample, held_out, seed, max_regret, max_median, backends)
+    options = commands.CheckOptions(sample, held_out, seed, max_regret, max_median, backends, log)
     sys.exit(commands.run(lambda: commands.check(device, options, as_json)))
 
 

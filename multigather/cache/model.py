@@ -172,7 +172,7 @@ def parse(data: bytes) -> Tuning:
             entry = Entry.model_validate(raw)
             if entry.key.label != label:
                 raise ValueError(f"its key is that of {entry.key.label}")
-        except (ValueError, RecursionError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             text = _text(error) if isinstance(error, ValidationError) else str(error)
             tuning.rejected.append(f"{label[:80]}: {text}")
         else:

@@ -354,7 +354,7 @@ def publish(path: Path, addition: Tuning) -> None:
             f"{path}.lock was held for {LOCK_SECONDS} s by another process; choose another folder "
             "with --out"
         ) from None
-    except (TuningFileError, NotImplementedError) as error:
+    except (ValueError, RecursionError, NotImplementedError) as error:
         raise WriteError(f"{path} is not written: {error}") from None
     except WriteError:
         raise

@@ -14,7 +14,7 @@ from ..cache import shape, store
 from ..cache.key import key_of
 from ..request import Request
 from . import compiling, shapes
-from .console import Reporter
+from .console import Log, Reporter
 from .measure import Bench, Candidate, OutOfMemory, candidates_for, site_of
 
 
@@ -90,7 +90,9 @@ def sample(device: torch.device, number: int, seed: int) -> list[Request]:
     return [found[label] for label in random.Random(seed).sample(labels, min(number, len(labels)))]
 
 
-def check(requests: Sequence[Request], names: tuple[str, ...], reporter: Reporter) -> Verdict:
+def check(
+    requests: Sequence[Request], names: tuple[str, ...], reporter: Reporter, log: Log
+) -> Verdict:
     """Measure every candidate of each gather beside the choice that dispatch makes."""
     regrets: list[Regret] = []
     skipped: list[str] = []
@@ -101,7 +103,7 @@ def check(requests: Sequence[Request], names: tuple[str, ...], reporter: Reporte
     phase = reporter.phase("measuring gathers", len(requests))
     for done, request in enumerate(requests, 1):
         try:
-            regrets.append(_regret(request, names))
+            regrets.append(_regret(request, names, log))
         except OutOfMemory as error:
             skipped.append(f"{shapes.summary(request)}: {error}")
         if request.device.type == "cuda":
@@ -113,7 +115,7 @@ def check(requests: Sequence[Request], names: tuple[str, ...], reporter: Reporte
     )
 
 
-def _regret(request: Request, names: tuple[str, ...]) -> Regret:
+def _regret(request: Request, names: tuple[str, ...], log: Log) -> Regret:
     # As a program would: the choice is made for the nearest power of two of indices.
     key = key_of(request)
     asked = request.with_count(1 << key.count)
@@ -130,6 +132,7 @@ def _regret(request: Request, names: tuple[str, ...]) -> Regret:
     candidates = candidates_for(request, names)[0]
     candidates += [each for each in (choice, heuristic) if each not in candidates]
     measurement = Bench(request).measure(candidates, keep=(choice, heuristic))
+    log.write(measurement.as_dict())
     best = measurement.best()
     if best is None or choice not in measurement.timings:
         reasons = "; ".join(measurement.failed.values())
@@ -139,10 +142,10 @@ def _regret(request: Request, names: tuple[str, ...]) -> Regret:
     return Regret(
         gather=shapes.summary(request),
         key=key.label,
-        choice=str(choice),
+        choice=choice.short(),
         origin=picks[0].origin,
         choice_us=timings[choice].us,
-        best=str(best),
+        best=best.short(),
         best_us=timings[best].us,
         heuristic_us=timings[heuristic].us if heuristic in timings else None,
         torch_us=timings[torch_best].us if torch_best else None,

@@ -26,7 +26,7 @@ from ..request import Request
 from . import check as checking
 from . import report, shapes
 from . import tune as tuning
-from .console import Reporter
+from .console import Log, Reporter
 from .measure import candidates_for, site_of
 
 DONE, FAILED, USAGE, NO_DEVICE, NOT_WRITABLE, INTERRUPTED = 0, 1, 2, 3, 4, 130
@@ -66,6 +66,7 @@ class TuneOptions:
     resume: bool
     dry_run: bool
     out: Path | None
+    log: Path | None
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class CheckOptions:
     max_regret: float
     max_median: float
     backends: str | None
+    log: Path | None
 
 
 def run(command: Callable[[], int]) -> int:
@@ -117,7 +119,7 @@ def tune(device_name: str | None, options: TuneOptions, as_json: bool) -> int:
         if found is not None:
             since, retune = found
     keys = tuning.wanted(groups, names, file, retune, since)
-    with Reporter(quiet=as_json) as reporter:
+    with Log(options.log) as log, Reporter(quiet=as_json) as reporter:
         reporter.say(
             f"tuning for {kind.name} ({kind.processors} processors), {len(keys)} of {len(groups)} "
             f"keys, into {file}"
@@ -138,7 +140,7 @@ def tune(device_name: str | None, options: TuneOptions, as_json: bool) -> int:
         _check_writable(file.parent)
         if since is None and retune != "missing":
             run_mark.begin(retune)
-        summary = tuning.tune(device, groups, keys, names, file, reporter, budget)
+        summary = tuning.tune(device, groups, keys, names, file, reporter, budget, log)
         if not summary.left:
             run_mark.end()
         if as_json:
@@ -225,7 +227,7 @@ def check(device_name: str | None, options: CheckOptions, as_json: bool) -> int:
         if not requests:
             raise FileNotFoundError("nothing is tuned for this device; run `multigather tune`")
     with Reporter(quiet=as_json) as reporter:
-        verdict = checking.check(requests, _backends(options.backends), reporter)
+        verdict = checking.check(requests, _backends(options.backends), reporter, Log(options.log))
     good = verdict.median <= options.max_median and verdict.worst <= options.max_regret
     if as_json:
         print(json.dumps({"checked": what, "good": good, **verdict.as_dict()}, indent=1))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -16,6 +18,8 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+
+from ..cache.store import WriteError
 
 # A line at least this often, where there is no terminal.
 LINE_SECONDS = 15.0
@@ -70,6 +74,32 @@ class Reporter:
     def phase(self, title: str, total: int) -> Phase:
         """A part of the work with so many steps."""
         return Phase(self, title, total, self._progress)
+
+
+class Log:
+    """A file with a line of JSON for everything measured; none if the path is None.
+
+    Args:
+        path: where; written anew.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        try:
+            self._file = path.open("w") if path else None
+        except OSError as error:
+            raise WriteError(f"--log: {path} cannot be written: {error}") from None
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file:
+            self._file.close()
+
+    def write(self, content: dict[str, Any]) -> None:
+        """Append a line."""
+        if self._file:
+            print(json.dumps(content), file=self._file, flush=True)
 
 
 class Phase:

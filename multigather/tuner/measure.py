@@ -14,12 +14,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from .. import dispatch
 from ..backends.base import Backend, Config
+from ..cache import shape
+from ..cache.key import key_of
 from ..request import Field, Request, Site
 
 ROUNDS = 7
@@ -28,13 +31,20 @@ SCREEN = 1.15
 # And one this much slower is not even given a graph of its own, judged by a single call.
 HOPELESS = 2.5
 HOPELESS_US = 200.0
-# A graph's launch costs about 6 microseconds; over 100 calls that is less than the noise.
-MOST_CALLS = 100
+# Calls per graph. A graph's launch costs about 6 microseconds, the same for all candidates; over 64
+# calls of 1.5 microseconds or more it hides at most 6 % of their differences. Slow candidates need
+# fewer: the torch backend takes 4 ms for 64 buffers.
+FEWEST_CALLS, MOST_CALLS = 4, 64
+GRAPH_US = 20_000.0
+# Rounds of a backend that is this many times slower than another: nobody will choose it.
+SLOW = 3.0
+SLOW_ROUNDS = 3
 GRAPH_BYTES = 128 * 2**20
 OUTPUT_SETS = 8
 OUTPUT_BYTES = 256 * 2**20
 POISON = 0xA5
 CPU_SECONDS = 0.01
+HOST_BATCH_US = 2000.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,10 @@ class Candidate:
 
     def __str__(self) -> str:
         return f"{self.backend.name}: {self.config.describe()}"
+
+    def short(self) -> str:
+        """In a few words, for tables."""
+        return f"{self.backend.name} {short_config(asdict(self.config))}"
 
 
 @dataclass(frozen=True)
@@ -85,6 +99,25 @@ class Measurement:
             if backend in (None, candidate.backend.name) and self.timings[candidate].rounds > 1
         ]
         return min(found, key=lambda candidate: self.timings[candidate].us, default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: every candidate's time, spread and rounds."""
+        return {
+            "key": key_of(self.request).label,
+            "gather": shape.to_text(self.request),
+            "timings": {
+                str(candidate): [timing.us, timing.spread, timing.rounds]
+                for candidate, timing in self.timings.items()
+            },
+            "failed": {str(candidate): reason for candidate, reason in self.failed.items()},
+        }
+
+
+def short_config(knobs: dict[str, Any]) -> str:
+    """Knobs in a few words: values in order, a flag by its name where it is set."""
+    return " ".join(
+        name if value is True else str(value) for name, value in knobs.items() if value is not False
+    )
 
 
 class OutOfMemory(Exception):
@@ -149,9 +182,9 @@ class Bench:
         self.on_gpu = request.device.type == "cuda"
         count = request.count
         call_bytes = max(request.row_bytes * count, 1)
-        self.calls = max(4, min(MOST_CALLS, GRAPH_BYTES // call_bytes)) if self.on_gpu else 8
+        sets = max(FEWEST_CALLS, min(MOST_CALLS, GRAPH_BYTES // call_bytes)) if self.on_gpu else 8
         outputs = max(2, min(OUTPUT_SETS, OUTPUT_BYTES // call_bytes))
-        self._check_memory(outputs * call_bytes)
+        self._check_memory(outputs * call_bytes + 8 * count * sets)
         generator = torch.Generator(self.device).manual_seed(seed)
         try:
             self.sources = [_table(field, self.device, generator) for field in request.fields]
@@ -161,7 +194,7 @@ class Bench:
                     max(rows, 1), (count,), dtype=torch.int64, device=self.device,
                     generator=generator,
                 ).to(request.index_dtype)
-                for _ in range(self.calls)
+                for _ in range(sets)
             ]  # fmt: skip
             self.outs = [
                 [
@@ -178,8 +211,7 @@ class Bench:
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             raise OutOfMemory(str(error).splitlines()[0]) from None
 
-    def _check_memory(self, output_bytes: int) -> None:
-        needed = output_bytes + 8 * self.request.count * self.calls
+    def _check_memory(self, needed: int) -> None:
         needed += sum(_table_bytes(field) for field in self.request.fields)
         if not self.on_gpu:
             return
@@ -222,7 +254,7 @@ class Bench:
                 if us > max(HOPELESS * single[name], HOPELESS_US) and candidate not in kept:
                     timings[candidate] = Timing(round(us, 3), 0.0, 1)
                     continue
-                timer = self._timer(run)
+                timer = self._timer(run, us)
                 us = timer()
             except Exception as error:
                 if "CUDA error" in str(error):  # nothing works in this process any more
@@ -242,11 +274,12 @@ class Bench:
         for turn in range(rounds):
             shift = turn % max(len(finalists), 1)
             for candidate in finalists[shift:] + finalists[:shift]:
-                times[candidate].append(timers[candidate]())
+                if turn < SLOW_ROUNDS or timings[candidate].us < SLOW * min(fastest.values()):
+                    times[candidate].append(timers[candidate]())
         for candidate, each in times.items():
             median = statistics.median(each)
             spread = statistics.median(abs(us - median) for us in each)
-            timings[candidate] = Timing(round(median, 3), round(spread, 3), rounds)
+            timings[candidate] = Timing(round(median, 3), round(spread, 3), len(each))
         return Measurement(self.request, timings, failed)
 
     def _runner(self, candidate: Candidate) -> Callable[[int], Sequence[torch.Tensor]]:
@@ -256,12 +289,12 @@ class Bench:
         """
         request = self.request
         runner = candidate.backend.prepare(request, candidate.config, site_of(request))
-        shape = torch.Size((request.count,))
+        size = torch.Size((request.count,))
 
         def run(call: int) -> Sequence[torch.Tensor]:
             indices = self.indices[call % len(self.indices)]
             outs = self.outs[call % len(self.outs)] if self.outs else None
-            return runner(indices, shape, self.sources, outs)
+            return runner(indices, size, self.sources, outs)
 
         return run
 
@@ -291,10 +324,11 @@ class Bench:
         end_event.synchronize()
         return float(start_event.elapsed_time(end_event)) * 1e3, results
 
-    def _timer(self, run: Callable[[int], object]) -> Callable[[], float]:
-        """A function that measures the time per call, in microseconds."""
+    def _timer(self, run: Callable[[int], object], us: float) -> Callable[[], float]:
+        """A function that measures the time per call, in microseconds; one took about ``us``."""
         if not self.on_gpu:
             return self._wall_timer(run)
+        calls = min(len(self.indices), max(FEWEST_CALLS, int(GRAPH_US / us)))
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -302,7 +336,7 @@ class Bench:
             # Thread-local: what other threads of the program do meanwhile is their business.
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                for call in range(self.calls):
+                for call in range(calls):
                     run(call)
             finally:
                 graph.capture_end()
@@ -316,7 +350,7 @@ class Bench:
             graph.replay()
             end.record()
             end.synchronize()
-            return float(start.elapsed_time(end)) * 1e3 / self.calls
+            return float(start.elapsed_time(end)) * 1e3 / calls
 
         return timed
 
@@ -343,8 +377,8 @@ class Bench:
             return (time.perf_counter() - start) / calls * 1e6
 
         most = max(1, OUTPUT_BYTES // max(self.request.row_bytes * self.request.count, 1))
-        calls = min(20, most)
-        batch(min(3, calls))
+        batch(1)
+        calls = max(1, min(20, most, int(HOST_BATCH_US / batch(1))))
         return round(statistics.median(batch(calls) for _ in range(5)), 2)
 
 

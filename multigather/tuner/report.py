@@ -14,6 +14,7 @@ from ..cache.key import Key
 from ..cache.model import Entry, Tuning
 from .check import Verdict
 from .decide import environment_facts
+from .measure import short_config
 
 
 def rows_of(tuning: Tuning) -> list[dict[str, Any]]:
@@ -47,12 +48,12 @@ def table_of(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(title=title)
     for column in ("key", "pick", "config", "µs", "host µs", "x default", "x torch", "stale"):
         left = column in ("key", "pick", "config", "stale")
-        table.add_column(Text(column), justify="left" if left else "right", no_wrap=left)
+        table.add_column(Text(column), justify="left" if left else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             row["key"],
             row["pick"],
-            _config_text(row["config"]),
+            short_config(row["config"]),
             f"{row['device_us']:.2f}",
             _number(row["host_us"], ".1f"),
             _number(row["over_default"], ".2f"),
@@ -67,7 +68,7 @@ def verdict_table(title: str, verdict: Verdict) -> Table:
     table = Table(title=title)
     for column in ("gather", "choice", "µs", "best", "µs ", "regret", "heuristic", "torch"):
         left = column in ("gather", "choice", "best")
-        table.add_column(Text(column), justify="left" if left else "right", no_wrap=left)
+        table.add_column(Text(column), justify="left" if left else "right", no_wrap=True)
     for each in sorted(verdict.regrets, key=lambda regret: -regret.share):
         table.add_row(
             each.gather,
@@ -136,17 +137,7 @@ def plot(tuning: Tuning, file: Path) -> None:
 
 
 def _choice(entry: Entry) -> str:
-    return f"{entry.pick} {_config_text(entry.backends[entry.pick].config)}"
-
-
-def _config_text(config: dict[str, Any]) -> str:
-    """Knobs in a few words: values in order, a flag by its name where it is set."""
-    words = [
-        name if value is True else str(value)
-        for name, value in config.items()
-        if value is not False
-    ]
-    return " ".join(words)
+    return f"{entry.pick} {short_config(entry.backends[entry.pick].config)}"
 
 
 def _stale(tuning: Tuning, entry: Entry, now: dict[str, Any]) -> str | None:

@@ -20,7 +20,7 @@ from ..cache.key import Key, key_of
 from ..cache.model import Entry, Tuning, merge, parse
 from ..request import Request
 from . import compiling
-from .console import Reporter
+from .console import Log, Reporter
 from .decide import NothingMeasured, entry_of, environment_facts, publish
 from .measure import Bench, Measurement, OutOfMemory, candidates_for, defaults_of
 
@@ -117,6 +117,7 @@ def tune(
     file: Path,
     reporter: Reporter,
     budget: float | None = None,
+    log: Log | None = None,
 ) -> Summary:
     """Measure keys and publish every one in ``file``.
 
@@ -128,6 +129,7 @@ def tune(
         file: the tuning file.
         reporter: told of progress.
         budget: seconds after which no further key is begun; None for no limit.
+        log: takes every timing.
 
     Raises:
         WriteError: the file cannot be written.
@@ -148,7 +150,7 @@ def tune(
             summary.left = len(keys) - done
             reporter.say(f"time budget of {budget:g} s spent, {summary.left} keys left out")
             break
-        entry = _measure_key(key, groups[key], names, facts, summary)
+        entry = _measure_key(key, groups[key], names, facts, summary, log or Log(None))
         if entry is not None:
             publish(file, kind, facts, entry)
             summary.keys += 1
@@ -165,6 +167,7 @@ def _measure_key(
     names: tuple[str, ...],
     facts: dict[str, Any],
     summary: Summary,
+    log: Log,
 ) -> Entry | None:
     measurements: list[Measurement] = []
     hosts: dict[str, float] = {}
@@ -185,6 +188,7 @@ def _measure_key(
         summary.candidates += len(candidates)
         summary.failures += len(measurement.failed)
         measurements.append(measurement)
+        log.write(measurement.as_dict())
         if request.device.type == "cuda" and not hosts:
             for name in {each.backend.name for each in measurement.timings}:
                 hosts[name] = bench.host_us(api.gather, name)
