@@ -2,7 +2,8 @@
 
 Installs this package into a temporary folder, without build isolation or dependencies, puts that
 folder on PYTHONPATH, says which packages are missing, runs ``python -m pytest -m gpu tests`` and,
-if the tests pass, ``python -m multigather bench``. Arguments are passed on to pytest. Works where
+if the tests pass, a quick ``multigather tune`` into a temporary folder, a ``multigather check`` of
+what it found there, and ``multigather bench``. Arguments are passed on to pytest. Works where
 site-packages is read-only.
 
     python3 tools/gpu_check.py -k triton -x
@@ -107,8 +108,19 @@ def main(arguments: list[str]) -> int:
         status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
         if status:
             return status
-        bench = [sys.executable, "-m", "multigather", "bench"]
-        return subprocess.run(bench, cwd=ROOT, env=environment, check=False).returncode
+        for command in (
+            ["tune", "--preset", "quick"],
+            ["check", "--sample", "5", "--max-regret", "0.15"],
+            ["bench"],
+        ):
+            print("multigather", *command, flush=True)
+            whole = [sys.executable, "-m", "multigather", *command, "--device", "cuda"]
+            # What this tunes is for this check only; bench then runs on what ships.
+            place = {"MULTIGATHER_CACHE_DIR": folder} if command != ["bench"] else {}
+            status = subprocess.run(whole, cwd=ROOT, env={**environment, **place}).returncode
+            if status:
+                return status
+        return 0
 
 
 if __name__ == "__main__":
