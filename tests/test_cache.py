@@ -238,7 +238,7 @@ while children:
         found = parse(path.read_bytes())  # without a lock
         assert not found.rejected and len(found.entries) >= seen, (found.rejected, seen)
         reads, seen = reads + 1, len(found.entries)
-    time.sleep(0.01)
+    time.sleep(0.05)
 print(json.dumps({"statuses": statuses, "reads": reads}))
 """
 
@@ -274,27 +274,27 @@ def loop():
     for addition in additions * 1000:
         store.publish(path, addition)
 
-def dying_at(owner, name):
+def dying_before(name):
     def run():
-        setattr(owner, name, die)
+        setattr(os, name, die)
         store.publish(path, additions[0])
     return run
 
-def dying_after_rename():
-    rename = Path.replace
-    Path.replace = lambda one, other: (rename(one, other), die())
+def dying_after_replacing():
+    replace = os.replace
+    os.replace = lambda *arguments: (replace(*arguments), die())
     store.publish(path, additions[0])
 
-points = [dying_at(os, "fdopen"), dying_at(os, "fchmod"), dying_at(os, "fsync"),
-          dying_at(Path, "replace"), dying_after_rename]
+points = [dying_before("fsync"), dying_before("replace"), dying_after_replacing]
 missing = present = 0
 for turn in range(200 + 2 * len(points)):
     if turn % 7 == 0:
         path.unlink(missing_ok=True)
     if turn < 200:
         child = fork(loop)
-        time.sleep(chance.uniform(0.0, 0.012))
+        time.sleep(chance.uniform(0.0, 0.02))
         os.kill(child, signal.SIGKILL)
+        halves = len(list(path.parent.glob(".*.tmp")))
     else:
         child = fork(points[turn % len(points)])
     status = os.waitpid(child, 0)[1]
@@ -311,7 +311,7 @@ for turn in range(200 + 2 * len(points)):
     store.publish(path, addition)
     found = parse(path.read_bytes())
     assert set(addition.entries) <= set(found.entries) and not found.rejected
-print(json.dumps({"missing": missing, "present": present}))
+print(json.dumps({"missing": missing, "present": present, "halves": halves}))
 """
 
 
@@ -322,9 +322,9 @@ def test_a_writer_killed_at_any_point_leaves_a_sound_file_and_no_lock(tmp_path):
     ]
     path = tmp_path / "tuning" / "cpu.json"
     told = run_script(FORKS + KILLS, path, write(tmp_path / "texts", texts))
-    assert told["missing"] + told["present"] == 210
-    # The forks did die in the middle: each left its half-written file, which nobody reads.
-    assert any(name.endswith(".tmp") for name in names_in(path.parent))
+    assert told["missing"] + told["present"] == 206
+    # Some died with a file half written, which stays behind and which nobody reads.
+    assert told["halves"] > 0
     assert store.Layer("any", path.parent).files() == [path]
 
 
@@ -878,7 +878,7 @@ def test_lock_that_another_process_holds(path, monkeypatch):
     command = [sys.executable, "-c", HOLDER, f"{path}.lock"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(WriteError, match="held for 0.2 s by another process") as caught:
+        with pytest.raises(WriteError, match=r"held for .+ by another process") as caught:
             publish(path, tuning(entry(FAR_KEY)))
         assert f"{path}.lock" in str(caught.value) and "--out" in str(caught.value)
         assert parse(path.read_bytes()).keys, "readers need no lock"
@@ -892,7 +892,7 @@ def no_space(*arguments, **options):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("function", ["fdopen", "fchmod", "fsync"])
+@pytest.mark.parametrize("function", ["fsync", "replace"])
 @pytest.mark.parametrize("there", [True, False])
 def test_disk_that_is_full(path, monkeypatch, function, there):
     if there:
@@ -1071,7 +1071,7 @@ def test_merge_keeps_entries_and_environments_of_both():
 )
 def test_files_of_two_devices_do_not_merge(change):
     other = dataclasses.replace(device_of(CPU), **change)
-    with pytest.raises(TuningFileError, match="it is for .* processors, not for"):
+    with pytest.raises(TuningFileError, match=r"it is for .* processors, not for"):
         merge(tuning(entry()), tuning(entry(), device=other))
 
 
@@ -1313,6 +1313,15 @@ def test_load_tuning_counts_the_entries_of_all_devices(places):
     assert multigather.load_tuning(places.given / "none") == 0
 
 
+def test_load_tuning_does_not_count_bad_entries(places, caplog):
+    path = write(places.given / "a.json", with_bad_entry((*BACKEND, "device_us"), -1.0))
+    assert multigather.load_tuning(path) == 1
+    check_gather()
+    assert choice()["config"] == MEASURED
+    (warning,) = warnings_in(caplog)
+    assert str(path) in warning
+
+
 def test_load_tuning_changes_gathers_that_were_made_before(places, prepared):
     path = write(places.given / "a.json", content(entry()))
     for _ in range(3):
@@ -1397,7 +1406,7 @@ def test_strict_takes_what_was_measured(places, monkeypatch, key, prepared):
 def test_strict_does_not_take_an_entry_that_is_refused(places, monkeypatch):
     monkeypatch.setenv("MULTIGATHER_TUNING", "strict")
     write(places.user / "a.json", content(entry(backends={"torch": measured(revision=2)})))
-    with pytest.raises(multigather.NotTunedError, match="torch refused: .* revision 2"):
+    with pytest.raises(multigather.NotTunedError, match=r"torch refused: .* revision 2"):
         multigather.gather(INDICES, BUFFER)
 
 
@@ -1576,11 +1585,10 @@ def test_reading_creates_nothing(places, tmp_path):
 def test_importing_and_gathering_create_nothing(tmp_path):
     found = run_script(
         """
-import json, sys
+import json
 import multigather, torch
 assert multigather.gather(torch.tensor([1]), torch.arange(4))[0].tolist() == [1]
-text = str(multigather.explain(torch.tensor([1]), torch.arange(4)))
-print(json.dumps({"text": text, "pydantic": "pydantic" in sys.modules}))
+print(json.dumps(str(multigather.explain(torch.tensor([1]), torch.arange(4)))))
 """,
         HOME=str(tmp_path),
         TMPDIR=str(tmp_path),
@@ -1591,7 +1599,7 @@ print(json.dumps({"text": text, "pydantic": "pydantic" in sys.modules}))
         PYTHONDONTWRITEBYTECODE="1",
     )
     assert list(tmp_path.iterdir()) == []
-    assert "searched for m1.row8.buffers1.unit8.uniform" in found["text"]
+    assert "searched for m1.row8.buffers1.unit8.uniform" in found
 
 
 # --- Recording -----------------------------------------------------------------------------------
@@ -1795,9 +1803,9 @@ def test_text_that_describes_no_gather(part, value):
     assert shape.from_text(text, CPU).count == 48
     with pytest.raises(ValueError) as caught:  # noqa: PT011  # the text is looked at below
         shape.from_text({**text, part: value}, CPU)
-    assert part.rstrip("s") in str(caught.value)
-    if part == "fields" and isinstance(value, list) and len(value) == 1:
-        assert repr(value[0]) in str(caught.value)
+    # It shows the field; where there are none or too many, it says that.
+    single = part == "fields" and isinstance(value, list) and len(value) == 1
+    assert (repr(value[0]) if single else part) in str(caught.value)
     with pytest.raises(ValueError, match=part):
         shape.from_text({name: each for name, each in text.items() if name != part}, CPU)
 
