@@ -8,6 +8,7 @@
 //   INDEX_SIGNED  1 where INDEX is signed
 //   BOUNDS      0 raise, 1 fill, 2 clip, 3 unchecked
 //   WIDE        1 where a field has 2^31 copy units or more, so that unit numbers need 64 bits
+//   SHIFTED     1 where a field is copied shifted, which needs more registers
 //   LAYOUT      0 tiles: one thread block copies one tile of one field
 //               1 rows: one thread block copies one chunk of a row in every field
 //   THREADS     threads per block
@@ -17,6 +18,13 @@
 // A field's rows are copied as bytes, in the widest unit (1 to 16 bytes) that its two pointers, its
 // two row strides and its row size allow; the host chooses it per field, so one misaligned buffer
 // does not slow the others down. Every row offset is a 64-bit byte offset.
+//
+// An H200 copies about as many units per second whatever their width, so units of 1 or 2 bytes
+// leave most of its memory rate unused. Rows that allow no wider units are copied shifted unless
+// they are short: a unit is then an aligned 16-byte window of the destination row, put together from
+// the two aligned 16-byte words that hold its bytes in the source. Where the window or a word
+// reaches past an end of its row, the bytes of the row in that window are copied one by one: beyond
+// may be memory outside the buffer, or the next row of the destination, which another thread writes.
 //
 // Nothing here uses shared memory or a barrier: the same file, compiled as C++ behind a small shim
 // for the CUDA names, runs block after block and thread after thread on a CPU (tests/cuda_host).
@@ -39,10 +47,12 @@ struct Field {
     i64 destination_stride;  // bytes
     i64 units;               // copy units per row
     unsigned first_tile;     // tiles layout: number of the field's first tile
-    unsigned log2_unit;      // copy unit is 1 << log2_unit bytes; 5: rows of no bytes, only checked
+    unsigned log2_unit;      // copy unit is 1 << log2_unit bytes; 6: windows of shifted rows;
+                             // 5: rows of no bytes, only checked
     unsigned magic;          // 32-bit division by units: (umulhi(n, magic) + n) >> shift
     unsigned shift;
     unsigned buffer;         // position among the caller's buffers, for error reports
+    unsigned row_bytes;      // of a shifted field, below 2^31
 };
 
 struct Parameters {
@@ -70,13 +80,19 @@ struct Copy {
     unsigned log2_unit;
     unsigned magic;
     unsigned shift;
+#if SHIFTED
+    unsigned row_bytes;
+#endif
 };
 
 // Hides from the compiler where a value comes from, so that it is not read again at its next use.
+// It then no longer knows of a pointer what memory it is to, and would use slower generic accesses.
 #ifdef __CUDACC__
 #define READ_NOW(constraint, value) asm volatile("" : "+" constraint(value))
+#define IS_GLOBAL(pointer) __builtin_assume(__isGlobal(pointer))
 #else
 #define READ_NOW(constraint, value)
+#define IS_GLOBAL(pointer)
 #endif
 
 __device__ __forceinline__ Copy copy_of(const Parameters& p, unsigned k) {
@@ -91,11 +107,12 @@ __device__ __forceinline__ Copy copy_of(const Parameters& p, unsigned k) {
     READ_NOW("l", copy.units);
     READ_NOW("r", copy.magic);
     READ_NOW("r", copy.shift);
-#ifdef __CUDACC__
-    // The compiler no longer knows where these came from, and would use slower generic accesses.
-    __builtin_assume(__isGlobal(copy.source));
-    __builtin_assume(__isGlobal(copy.destination));
+#if SHIFTED
+    copy.row_bytes = field.row_bytes;
+    READ_NOW("r", copy.row_bytes);
 #endif
+    IS_GLOBAL(copy.source);
+    IS_GLOBAL(copy.destination);
     return copy;
 }
 
@@ -186,6 +203,78 @@ __device__ __forceinline__ Unit* destination_of(const Copy& copy, i64 position) 
     return (Unit*)(copy.destination + position * copy.destination_stride);
 }
 
+#if SHIFTED
+struct Shifted {};  // unit of a field that is copied shifted
+
+// One window of a row. Offsets in the row are unsigned, so that those before its start lie far
+// behind its end, and one comparison with row_bytes tells both.
+struct Window {
+    const char* source;  // start of the row
+    char* destination;   // start of the row
+    unsigned offset;     // of the window's first byte in the row
+    unsigned shift;      // bytes of the first source word that lie before the window
+};
+
+__device__ __forceinline__ Window window_of(
+    const Copy& copy, i64 row, i64 position, unsigned column) {
+    Window window;
+    window.source = source_of<char>(copy, row);
+    window.destination = destination_of<char>(copy, position);
+    window.offset = 16 * column - ((unsigned)(u64)window.destination & 15);
+    window.shift = (unsigned)((u64)window.source - (u64)window.destination) & 15;
+    return window;
+}
+
+// Whether the window and the words that hold its source bytes lie wholly in their rows. The words
+// reach as far as the window or farther on both sides, so they decide.
+__device__ __forceinline__ bool is_inner(const Window& window, unsigned row_bytes) {
+    const unsigned first = window.offset - window.shift;
+    return first < row_bytes && row_bytes - first >= (window.shift ? 32 : 16);
+}
+
+__device__ __forceinline__ const uint4* first_word(const Window& window) {
+    return (const uint4*)(window.source + (int)(window.offset - window.shift));
+}
+__device__ __forceinline__ uint4* target_of(const Window& window) {
+    uint4* target = (uint4*)(window.destination + (int)window.offset);
+    // If the compiler knew the address's parts, it would store the window as four words.
+    READ_NOW("l", target);
+    IS_GLOBAL(target);
+    return target;
+}
+
+// Bytes shift .. shift + 15 of two words. By selections, since registers cannot be indexed.
+__device__ __forceinline__ uint4 shifted(const uint4& low, const uint4& high, unsigned shift) {
+    const bool two = shift & 8, one = shift & 4;
+    const unsigned a = two ? low.z : low.x, b = two ? low.w : low.y, c = two ? high.x : low.z,
+                   d = two ? high.y : low.w, e = two ? high.z : high.x, f = two ? high.w : high.y;
+    const unsigned v = one ? b : a, w = one ? c : b, x = one ? d : c, y = one ? e : d,
+                   z = one ? f : e;
+    const unsigned bits = 8 * (shift & 3);
+    return {__funnelshift_r(v, w, bits), __funnelshift_r(w, x, bits), __funnelshift_r(x, y, bits),
+            __funnelshift_r(y, z, bits)};
+}
+
+// Copies those bytes of a window that belong to the row. Half of them at a time: sixteen bytes in
+// flight would take more registers than all the rest.
+__device__ __forceinline__ void copy_edge(const Window& window, unsigned row_bytes, bool readable) {
+#pragma unroll 1
+    for (unsigned half = 0; half < 16; half += 8) {
+        const unsigned offset = window.offset + half;
+        const int start = (int)offset;
+        char value[8];
+#pragma unroll
+        for (int b = 0; b < 8; b++) {
+            value[b] = 0;
+            if (readable && offset + b < row_bytes) value[b] = window.source[start + b];
+        }
+#pragma unroll
+        for (int b = 0; b < 8; b++)
+            if (offset + b < row_bytes) window.destination[start + b] = value[b];
+    }
+}
+#endif
+
 #if LAYOUT == 0
 // Copies units base, base + THREADS, ... of one field, numbered through all of its rows. Returns
 // the faults that this thread must report: bit u for the row of its unit number u.
@@ -220,6 +309,60 @@ __device__ __forceinline__ unsigned copy_tile(const Parameters& p, const Copy& c
         if (base + (Count)(u * THREADS) < total) store(target[u], value[u]);
     return bad;
 }
+#if SHIFTED
+template <>
+__device__ __forceinline__ unsigned copy_tile<Shifted>(
+    const Parameters& p, const Copy& copy, Count base) {
+    const Count units = (Count)copy.units;
+    const Count total = (Count)p.count * units;
+    INDEX index[UNROLL];
+    Window window[UNROLL];
+    uint4* target[UNROLL];
+    uint4 low[UNROLL], high[UNROLL];
+    bool inner[UNROLL], read[UNROLL];
+    unsigned bad = 0, edges = 0;
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+        const Count unit = base + (Count)(u * THREADS);
+        index[u] = 0;
+        if (unit < total) index[u] = load_index(p, (i64)divide(unit, copy));
+    }
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+        const Count unit = base + (Count)(u * THREADS);
+        const Count position = divide(unit, copy);
+        const Count column = unit - position * units;
+        const i64 row = row_of(index[u], copy.rows);
+        window[u] = window_of(copy, row, (i64)position, (unsigned)column);
+        target[u] = target_of(window[u]);
+        inner[u] = unit < total && is_inner(window[u], copy.row_bytes);
+        read[u] = inner[u] && readable(row);
+        if (unit < total && !inner[u]) edges |= 1u << u;
+        if (unit < total && !readable(row) && column == 0) bad |= 1u << u;
+    }
+    // In a loop of its own: amid the arithmetic above, every load would stand behind a branch.
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+        low[u] = high[u] = uint4();
+        if (read[u]) low[u] = load(first_word(window[u]));
+        if (read[u] && window[u].shift) high[u] = load(first_word(window[u]) + 1);
+    }
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+        const uint4 value = shifted(low[u], high[u], window[u].shift);
+        if (inner[u]) store(target[u], value);
+    }
+    // Few windows are edges. They come last and find their rows again, to hold no registers above.
+    for (Count unit = base; edges; unit += THREADS, edges >>= 1) {
+        if (!(edges & 1)) continue;
+        const Count position = divide(unit, copy);
+        const i64 row = row_of(load_index(p, (i64)position), copy.rows);
+        const unsigned column = (unsigned)(unit - position * units);
+        copy_edge(window_of(copy, row, (i64)position, column), copy.row_bytes, readable(row));
+    }
+    return bad;
+}
+#endif
 #else
 // Copies chunk number `chunk` of row `position` in one field. Returns 1 if this thread must report.
 template <typename Unit>
@@ -241,6 +384,45 @@ __device__ __forceinline__ unsigned copy_chunk(
         if (column + u * THREADS < copy.units) store(target + u * THREADS, value[u]);
     return !readable(row) && column == 0;
 }
+#if SHIFTED
+template <>
+__device__ __forceinline__ unsigned copy_chunk<Shifted>(
+    const Parameters& p, const Copy& copy, i64 position, i64 chunk) {
+    const i64 column = chunk * (THREADS * UNROLL) + threadIdx.x;
+    if (chunk * (THREADS * UNROLL) >= copy.units) return 0;
+    const i64 row = row_of(load_index(p, position), copy.rows);
+    const Window start = window_of(copy, row, position, (unsigned)column);
+    uint4* target = target_of(start);
+    uint4 low[UNROLL], high[UNROLL];
+    bool inner[UNROLL];
+    unsigned edges = 0;
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+        Window window = start;
+        window.offset += 16 * THREADS * u;
+        inner[u] = column + u * THREADS < copy.units && is_inner(window, copy.row_bytes);
+        const bool read = inner[u] && readable(row);
+        if (column + u * THREADS < copy.units && !inner[u]) edges |= 1u << u;
+        low[u] = high[u] = uint4();
+        if (read) low[u] = load(first_word(window));
+        if (read && window.shift) high[u] = load(first_word(window) + 1);
+    }
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+        const uint4 value = shifted(low[u], high[u], start.shift);
+        if (inner[u]) store(target + u * THREADS, value);
+    }
+    for (Window window = start; edges; window.offset += 16 * THREADS, edges >>= 1)
+        if (edges & 1) copy_edge(window, copy.row_bytes, readable(row));
+    return !readable(row) && column == 0;
+}
+#endif
+#endif
+
+#if SHIFTED
+#define IF_SHIFTED(...) __VA_ARGS__
+#else
+#define IF_SHIFTED(...)
 #endif
 
 // Comparisons in order of width, not a switch: its jump table is one more load from memory that no
@@ -251,7 +433,8 @@ __device__ __forceinline__ unsigned copy_chunk(
      : copy.log2_unit == 2 ? function<int>(p, copy, __VA_ARGS__)                         \
      : copy.log2_unit == 1 ? function<short>(p, copy, __VA_ARGS__)                       \
      : copy.log2_unit == 0 ? function<signed char>(p, copy, __VA_ARGS__)                 \
-                           : function<Nothing>(p, copy, __VA_ARGS__))
+     : IF_SHIFTED(copy.log2_unit == 6 ? function<Shifted>(p, copy, __VA_ARGS__) :)       \
+                             function<Nothing>(p, copy, __VA_ARGS__))
 
 extern "C" __global__ void __launch_bounds__(THREADS) gather(const __grid_constant__ Parameters p) {
 #if LAYOUT == 0

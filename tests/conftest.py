@@ -53,11 +53,15 @@ GPU_TARGETS = [
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give every test that asks for a target one run per target."""
+    """Give every test that asks for a target one run per target, of the module's backends."""
     if "target" in metafunc.fixturenames:
-        parameters = [pytest.param(target, id=target.name) for target in CPU_TARGETS]
-        parameters += [
-            pytest.param(target, id=target.name, marks=pytest.mark.gpu) for target in GPU_TARGETS
+        backends = getattr(metafunc.module, "TARGET_BACKENDS", ("torch", "triton", "cupy"))
+        parameters = [
+            pytest.param(
+                target, id=target.name, marks=[pytest.mark.gpu] * (target.device == "cuda")
+            )
+            for target in CPU_TARGETS + GPU_TARGETS
+            if target.backend in backends
         ]
         metafunc.parametrize("target", parameters, indirect=True)
 

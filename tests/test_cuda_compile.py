@@ -221,11 +221,15 @@ def describe(specialisation: Specialisation) -> str:
     return (
         f"{specialisation.fields} fields, {specialisation.index_dtype}, {specialisation.bounds}, "
         f"{'64' if specialisation.wide else '32'}-bit units, {specialisation.config.describe()}"
+        f"{', shifted' if specialisation.shifted else ''}"
     )
 
 
 def covering_set() -> list[Specialisation]:
-    """Both layouts in each bounds mode, tiles in both widths; every index type and table size."""
+    """Both layouts in each bounds mode, tiles in both widths; every index type and table size.
+
+    Each of them with shifted copies and without.
+    """
     shapes = [(TILES, bounds, wide) for bounds in BOUNDS for wide in (False, True)]
     shapes += [(ROWS, bounds, False) for bounds in BOUNDS]
     dtypes = itertools.cycle(INDEX_TYPES)
@@ -233,8 +237,14 @@ def covering_set() -> list[Specialisation]:
     streaming = itertools.cycle((False, True, True))
     return [
         Specialisation(
-            next(fields), next(dtypes), bounds, wide, replace(config, streaming=next(streaming))
+            next(fields),
+            next(dtypes),
+            bounds,
+            wide,
+            replace(config, streaming=next(streaming)),
+            shifted,
         )
+        for shifted in (False, True)
         for config, bounds, wide in shapes
     ]
 
@@ -258,13 +268,14 @@ def test_the_range_of_architectures_is_covered() -> None:
     assert len(ARCHITECTURES) >= 5
 
 
-def test_no_config_spills() -> None:
+@pytest.mark.parametrize("shifted", [False, True], ids=["plain", "shifted"])
+def test_no_config_spills(shifted: bool) -> None:
     """In the default mode, every config that the tuner may pick keeps everything in registers.
 
     Streaming accesses take more registers for their addresses, and the assembler then prefers a few
     spills to fewer threads per multiprocessor; these stay few.
     """
-    chosen = [Specialisation(4, torch.int64, "raise", False, config) for config in CONFIGS]
+    chosen = [Specialisation(4, torch.int64, "raise", False, config, shifted) for config in CONFIGS]
     results = compile_all(chosen, CLOSE)
     for each, result in zip(chosen, results, strict=True):
         frame, stores, loads = result.stack
@@ -278,10 +289,11 @@ def test_no_config_spills() -> None:
 def test_no_mode_and_index_type_spills(config: CudaConfig) -> None:
     """With the usual unroll, every bounds mode and index type keeps everything in registers."""
     chosen = [
-        Specialisation(4, dtype, bounds, False, config)
+        Specialisation(4, dtype, bounds, False, config, shifted)
         for bounds in BOUNDS
         for dtype in INDEX_TYPES
         if bounds == "raise" or dtype in (torch.int64, torch.uint8)
+        for shifted in (False, True)
     ]
     for each, result in zip(chosen, compile_all(chosen, CLOSE), strict=True):
         assert result.stack == (0, 0, 0), f"uses the stack: {describe(each)}"
@@ -325,7 +337,7 @@ def operations(cubin: bytes, folder: Path) -> list[str]:
     )
 
 
-@pytest.mark.parametrize(
+IN_FLIGHT = pytest.mark.parametrize(
     ("config", "bounds"),
     [(config, "raise") for config in CONFIGS if config.threads == 256]
     + [
@@ -336,6 +348,9 @@ def operations(cubin: bytes, folder: Path) -> list[str]:
     ],
     ids=lambda value: value if isinstance(value, str) else value.describe().replace(", ", "-"),
 )
+
+
+@IN_FLIGHT
 def test_wide_accesses_are_in_flight_together(
     config: CudaConfig, bounds: str, tmp_path: Path
 ) -> None:
@@ -357,3 +372,25 @@ def test_wide_accesses_are_in_flight_together(
         indices = config.unroll if config.layout == "tiles" else 1
         before = touching[first - indices : first]
         assert [name[:8] for name in before] == ["LDG.E.64"] * indices, touching
+
+
+@IN_FLIGHT
+def test_shifted_accesses_are_in_flight_together(
+    config: CudaConfig, bounds: str, tmp_path: Path
+) -> None:
+    """Both words of every window are loaded before the first window is stored, in one access."""
+    specialisation = Specialisation(4, torch.int64, bounds, False, config, True)
+    found = operations(compile_one(specialisation, CLOSE).cubin, tmp_path)
+    touching = [name for name in found if re.match(r"LDG|STG|CALL|ATOM|LDL|STL", name)]
+    # Then come windows that are copied byte by byte, eight bytes at a time.
+    edges = re.search(r"(LDG\S*8 ){8}(STG\S*8 ){8}", " ".join([*touching, ""]))
+    assert edges, touching
+    behind = len(edges.string[: edges.start()].split())
+    wide = [place for place, name in enumerate(touching[:behind]) if ".128" in name]
+    once = ["LDG"] * (2 * config.unroll) + ["STG"] * config.unroll
+    wide = wide[-len(once) :]
+    assert [touching[place][:3] for place in wide] == once, touching
+    # Amid the loads may be those of the last indices, which wait for nothing.
+    between = [touching[place] for place in range(wide[0], wide[-1]) if place not in wide]
+    assert all(name.startswith("LDG.E.64") for name in between), touching
+    assert not re.search("LDL|STL", " ".join(touching)), touching

@@ -291,8 +291,8 @@ def test_every_config(target: Target, wide: bool, monkeypatch: pytest.MonkeyPatc
     if wide:
         original = _cupy.Specialisation
 
-        def widened(fields, index_dtype, bounds, wide, config):
-            return original(fields, index_dtype, bounds, config.layout == "tiles", config)
+        def widened(fields, index_dtype, bounds, wide, config, shifted):
+            return original(fields, index_dtype, bounds, config.layout == "tiles", config, shifted)
 
         monkeypatch.setattr(_cupy, "Specialisation", widened)
     interpreted = target.name == "triton-interpreter"

@@ -25,6 +25,7 @@ FILES = {
     "test_errors.py": 150,
     "test_plan.py": 15,
     "test_properties.py": 1,
+    "test_shifted.py": 40,
 }
 TIME_LIMIT = 900
 
@@ -144,6 +145,42 @@ runner(indices, indices.shape, [other], None)
 print("done")
 """
 
+# All memory around the rows is out of bounds; VALUE is how many of its bytes a row is said to
+# have. Rows start 8 and 0 bytes behind a multiple of 16, the finest that the sanitizer can tell.
+SHIFTED = """
+import ctypes
+import itertools
+import torch
+from cuda_host import HostCudaBackend
+from multigather.backends._cupy import SHIFTED, CudaConfig, units_of
+from multigather.backends.base import destinations_of
+from multigather.request import Request, Site, field_of
+runtime, ROWS, STRIDE = ctypes.CDLL(None), 5, 72
+def mark(what, tensor):
+    getattr(runtime, f"__asan_{what}_memory_region")(
+        ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel())
+    )
+memory = torch.arange(16 + ROWS * STRIDE).remainder(251).to(torch.uint8)
+table = memory[8 : 8 + ROWS * STRIDE].view(ROWS, STRIDE)
+indices = torch.tensor([4, 0, 3, 1, 2])
+for width, start, layout in itertools.product(range(33, 65), range(16), ("tiles", "rows")):
+    source = table[:, : width + VALUE]
+    out = torch.zeros(ROWS * 77 + 16, dtype=torch.uint8)[start:][: ROWS * 77].view(ROWS, 77)
+    out = out[:, : width + VALUE]
+    field = field_of(source)
+    if units_of(field, *destinations_of([out], 1))[0] != SHIFTED:
+        continue
+    request = Request(torch.device("cpu"), False, torch.int64, ROWS, "clip", (field,))
+    runner = HostCudaBackend().prepare(request, CudaConfig(layout), Site(1, (0,), ("bufs[0]",)))
+    mark("poison", memory)
+    for row in table:
+        mark("unpoison", row[:width])
+    runner(indices, indices.shape, [source], [out])
+    mark("unpoison", memory)
+    assert torch.equal(out, source[indices])
+print("done")
+"""
+
 
 @pytest.mark.parametrize(
     ("script", "good", "bad", "report"),
@@ -152,6 +189,7 @@ print("done")
         pytest.param(GATHER, 0, -1, "heap-buffer-overflow", id="read-before"),
         pytest.param(WRITE, 2, 3, "heap-buffer-overflow", id="write-behind"),
         pytest.param(ALIGN, 16, 8, "misaligned address", id="misaligned"),
+        pytest.param(SHIFTED, 0, 1, "use-after-poison", id="beside-a-shifted-row"),
     ],
 )
 def test_sanitizers_would_report(script: str, good: int, bad: int, report: str) -> None:

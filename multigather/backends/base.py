@@ -208,7 +208,7 @@ class KernelRunner:
         self._make = make
         self._launches: dict[Any, list[Callable[..., None]]] = {}
         self._lock = threading.Lock()
-        self._fresh = [Destination(field.row_bytes, 16) for field in request.fields]
+        self._fresh = [new_destination(field) for field in request.fields]
 
     @staticmethod
     def order(request: Request) -> list[int]:
@@ -281,6 +281,11 @@ def balanced_groups(fields: Sequence[int], capacity: int) -> list[tuple[int, ...
     groups = max(1, -(-len(fields) // capacity))
     bounds = [len(fields) * group // groups for group in range(groups + 1)]
     return [tuple(fields[a:b]) for a, b in itertools.pairwise(bounds)]
+
+
+def new_destination(field: Field) -> Destination:
+    """Layout of an output that a backend allocates."""
+    return Destination(field.row_bytes, 16)
 
 
 def copy_unit(field: Field, destination: Destination) -> int:

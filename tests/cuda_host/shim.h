@@ -7,6 +7,7 @@ static thread_local Index3 threadIdx, blockIdx;
 
 struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(8) int2 { int x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
 
 #define __global__
 #define __device__
@@ -19,6 +20,9 @@ template <typename T> inline T __ldg(const T* address) { return *address; }
 template <typename T> inline T __ldcs(const T* address) { return *address; }
 template <typename T> inline void __stcs(T* address, const T& value) { *address = value; }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)(((uint64_t)a * b) >> 32); }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+    return (unsigned)(((uint64_t)high << 32 | low) >> (shift & 31));
+}
 inline unsigned long long atomicAdd_system(unsigned long long* address, unsigned long long value) {
     return __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST);
 }
