@@ -19,12 +19,12 @@
 // two row strides and its row size allow; the host chooses it per field, so one misaligned buffer
 // does not slow the others down. Every row offset is a 64-bit byte offset.
 //
-// An H200 copies about as many units per second whatever their width, so units of 1 or 2 bytes
-// leave most of its memory rate unused. Rows that allow no wider units are copied shifted unless
-// they are short: a unit is then an aligned 16-byte window of the destination row, put together from
-// the two aligned 16-byte words that hold its bytes in the source. Where the window or a word
-// reaches past an end of its row, the bytes of the row in that window are copied one by one: beyond
-// may be memory outside the buffer, or the next row of the destination, which another thread writes.
+// An H200 copies about as many units per second whatever their width, so narrow units leave most of
+// its memory rate unused. Rows that allow none wider are copied shifted unless they are short: a unit
+// is then an aligned 16-byte window of the destination row, put together from the two aligned 16-byte
+// words that hold its bytes in the source. A word may reach into the next row of a buffer, never out
+// of the buffer: windows there are copied byte by byte, and so are the ends of rows between gaps. Of
+// a window that reaches past an end of its destination row, only the row's bytes are stored.
 //
 // Nothing here uses shared memory or a barrier: the same file, compiled as C++ behind a small shim
 // for the CUDA names, runs block after block and thread after thread on a CPU (tests/cuda_host).
@@ -52,7 +52,7 @@ struct Field {
     unsigned magic;          // 32-bit division by units: (umulhi(n, magic) + n) >> shift
     unsigned shift;
     unsigned buffer;         // position among the caller's buffers, for error reports
-    unsigned row_bytes;      // of a shifted field, below 2^31
+    unsigned row_bytes;      // of a shifted field, below 2^30
 };
 
 struct Parameters {
@@ -206,13 +206,18 @@ __device__ __forceinline__ Unit* destination_of(const Copy& copy, i64 position) 
 #if SHIFTED
 struct Shifted {};  // unit of a field that is copied shifted
 
-// One window of a row. Offsets in the row are unsigned, so that those before its start lie far
-// behind its end, and one comparison with row_bytes tells both.
+// One window of a row. Offsets count from the row's start; the first window begins before it where
+// the destination's row is not aligned. Row sizes are below 2^30, so nothing here overflows.
 struct Window {
     const char* source;  // start of the row
     char* destination;   // start of the row
-    unsigned offset;     // of the window's first byte in the row
-    unsigned shift;      // bytes of the first source word that lie before the window
+    int offset;          // of the window's first byte
+    int shift;           // bytes of the low source word that lie before the window
+};
+
+// Whether memory right before and right behind a source row belongs to the buffer: other rows of it.
+struct Neighbours {
+    bool before, behind;
 };
 
 __device__ __forceinline__ Window window_of(
@@ -220,31 +225,42 @@ __device__ __forceinline__ Window window_of(
     Window window;
     window.source = source_of<char>(copy, row);
     window.destination = destination_of<char>(copy, position);
-    window.offset = 16 * column - ((unsigned)(u64)window.destination & 15);
-    window.shift = (unsigned)((u64)window.source - (u64)window.destination) & 15;
+    window.offset = (int)(16 * column) - ((int)(u64)window.destination & 15);
+    window.shift = (int)((u64)window.source - (u64)window.destination) & 15;
     return window;
 }
-
-// Whether the window and the words that hold its source bytes lie wholly in their rows. The words
-// reach as far as the window or farther on both sides, so they decide.
-__device__ __forceinline__ bool is_inner(const Window& window, unsigned row_bytes) {
-    const unsigned first = window.offset - window.shift;
-    return first < row_bytes && row_bytes - first >= (window.shift ? 32 : 16);
+__device__ __forceinline__ Neighbours neighbours_of(const Copy& copy, i64 row) {
+    const bool dense = copy.source_stride == (i64)copy.row_bytes;
+    return {dense && row > 0, dense && row + 1 < copy.rows};
 }
 
-__device__ __forceinline__ const uint4* first_word(const Window& window) {
-    return (const uint4*)(window.source + (int)(window.offset - window.shift));
+// The two aligned words that hold a window's source bytes, low and high, begin at these offsets. A
+// word is needed if it holds a byte that is in both the window and the row.
+__device__ __forceinline__ int low_word(const Window& window) {
+    return window.offset - window.shift;
 }
-__device__ __forceinline__ uint4* target_of(const Window& window) {
-    uint4* target = (uint4*)(window.destination + (int)window.offset);
-    // If the compiler knew the address's parts, it would store the window as four words.
-    READ_NOW("l", target);
-    IS_GLOBAL(target);
-    return target;
+__device__ __forceinline__ bool needs_low(const Window& window) { return low_word(window) > -16; }
+__device__ __forceinline__ bool needs_high(const Window& window, int row_bytes) {
+    return window.shift && row_bytes - low_word(window) > 16;
+}
+
+// Whether the needed words lie wholly in the buffer.
+__device__ __forceinline__ bool readable_as_words(
+    const Window& window, int row_bytes, const Neighbours& neighbours) {
+    const int first = low_word(window) + (needs_low(window) ? 0 : 16);
+    const int end = low_word(window) + (needs_high(window, row_bytes) ? 32 : 16);
+    return (first >= 0 || neighbours.before) && (end <= row_bytes || neighbours.behind);
+}
+
+__device__ __forceinline__ uint4 load_low(const Window& window) {
+    return load((const uint4*)(window.source + low_word(window)));
+}
+__device__ __forceinline__ uint4 load_high(const Window& window) {
+    return load((const uint4*)(window.source + low_word(window) + 16));
 }
 
 // Bytes shift .. shift + 15 of two words. By selections, since registers cannot be indexed.
-__device__ __forceinline__ uint4 shifted(const uint4& low, const uint4& high, unsigned shift) {
+__device__ __forceinline__ uint4 shifted(const uint4& low, const uint4& high, int shift) {
     const bool two = shift & 8, one = shift & 4;
     const unsigned a = two ? low.z : low.x, b = two ? low.w : low.y, c = two ? high.x : low.z,
                    d = two ? high.y : low.w, e = two ? high.z : high.x, f = two ? high.w : high.y;
@@ -255,22 +271,38 @@ __device__ __forceinline__ uint4 shifted(const uint4& low, const uint4& high, un
             __funnelshift_r(y, z, bits)};
 }
 
-// Copies those bytes of a window that belong to the row. Half of them at a time: sixteen bytes in
-// flight would take more registers than all the rest.
-__device__ __forceinline__ void copy_edge(const Window& window, unsigned row_bytes, bool readable) {
-#pragma unroll 1
-    for (unsigned half = 0; half < 16; half += 8) {
-        const unsigned offset = window.offset + half;
-        const int start = (int)offset;
-        char value[8];
+// Stores those bytes of a window that belong to the row: most often all, as one word.
+__device__ __forceinline__ void store_window(
+    const Window& window, int row_bytes, const uint4& value) {
+    char* target = window.destination + window.offset;
+    if (window.offset >= 0 && window.offset + 16 <= row_bytes) {
+        // If the compiler knew the address's parts, it would store the window as four words.
+        READ_NOW("l", target);
+        IS_GLOBAL(target);
+        store((uint4*)target, value);
+        return;
+    }
+    const unsigned parts[4] = {value.x, value.y, value.z, value.w};
 #pragma unroll
-        for (int b = 0; b < 8; b++) {
-            value[b] = 0;
-            if (readable && offset + b < row_bytes) value[b] = window.source[start + b];
+    for (int part = 0; part < 4; part++) {
+        const int start = window.offset + 4 * part;
+        if (start >= 0 && start + 4 <= row_bytes) {
+            *(unsigned*)(target + 4 * part) = parts[part];
+        } else {
+#pragma unroll
+            for (int b = 0; b < 4; b++)
+                if (start + b >= 0 && start + b < row_bytes)
+                    target[4 * part + b] = (char)(parts[part] >> (8 * b));
         }
-#pragma unroll
-        for (int b = 0; b < 8; b++)
-            if (offset + b < row_bytes) window.destination[start + b] = value[b];
+    }
+}
+
+// Copies a window byte by byte: beside it may be memory outside the buffer.
+__device__ __forceinline__ void copy_bytes(const Window& window, int row_bytes) {
+#pragma unroll 1
+    for (int b = 0; b < 16; b++) {
+        const int at = window.offset + b;
+        if (at >= 0 && at < row_bytes) window.destination[at] = window.source[at];
     }
 }
 #endif
@@ -315,12 +347,12 @@ __device__ __forceinline__ unsigned copy_tile<Shifted>(
     const Parameters& p, const Copy& copy, Count base) {
     const Count units = (Count)copy.units;
     const Count total = (Count)p.count * units;
+    const int row_bytes = (int)copy.row_bytes;
     INDEX index[UNROLL];
     Window window[UNROLL];
-    uint4* target[UNROLL];
     uint4 low[UNROLL], high[UNROLL];
-    bool inner[UNROLL], read[UNROLL];
-    unsigned bad = 0, edges = 0;
+    bool whole[UNROLL], read[UNROLL];
+    unsigned bad = 0, by_bytes = 0;
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
         const Count unit = base + (Count)(u * THREADS);
@@ -334,31 +366,33 @@ __device__ __forceinline__ unsigned copy_tile<Shifted>(
         const Count column = unit - position * units;
         const i64 row = row_of(index[u], copy.rows);
         window[u] = window_of(copy, row, (i64)position, (unsigned)column);
-        target[u] = target_of(window[u]);
-        inner[u] = unit < total && is_inner(window[u], copy.row_bytes);
-        read[u] = inner[u] && readable(row);
-        if (unit < total && !inner[u]) edges |= 1u << u;
+        const bool words = readable_as_words(window[u], row_bytes, neighbours_of(copy, row));
+        // The last window of a row is empty where the row begins early in its first.
+        const bool active = unit < total && window[u].offset < row_bytes;
+        read[u] = active && readable(row) && words;
+        whole[u] = active && (words || !readable(row));
+        if (active && !whole[u]) by_bytes |= 1u << u;
         if (unit < total && !readable(row) && column == 0) bad |= 1u << u;
     }
     // In a loop of its own: amid the arithmetic above, every load would stand behind a branch.
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
         low[u] = high[u] = uint4();
-        if (read[u]) low[u] = load(first_word(window[u]));
-        if (read[u] && window[u].shift) high[u] = load(first_word(window[u]) + 1);
+        if (read[u] && needs_low(window[u])) low[u] = load_low(window[u]);
+        if (read[u] && needs_high(window[u], row_bytes)) high[u] = load_high(window[u]);
     }
 #pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-        const uint4 value = shifted(low[u], high[u], window[u].shift);
-        if (inner[u]) store(target[u], value);
-    }
-    // Few windows are edges. They come last and find their rows again, to hold no registers above.
-    for (Count unit = base; edges; unit += THREADS, edges >>= 1) {
-        if (!(edges & 1)) continue;
+    for (int u = 0; u < UNROLL; u++)
+        if (whole[u])
+            store_window(window[u], row_bytes, shifted(low[u], high[u], window[u].shift));
+    // Only the ends of the buffer, or of every row where rows have gaps. They come last and find
+    // their rows again, to hold no registers above.
+    for (Count unit = base; by_bytes; unit += THREADS, by_bytes >>= 1) {
+        if (!(by_bytes & 1)) continue;
         const Count position = divide(unit, copy);
         const i64 row = row_of(load_index(p, (i64)position), copy.rows);
-        const unsigned column = (unsigned)(unit - position * units);
-        copy_edge(window_of(copy, row, (i64)position, column), copy.row_bytes, readable(row));
+        copy_bytes(
+            window_of(copy, row, (i64)position, (unsigned)(unit - position * units)), row_bytes);
     }
     return bad;
 }
@@ -390,30 +424,34 @@ __device__ __forceinline__ unsigned copy_chunk<Shifted>(
     const Parameters& p, const Copy& copy, i64 position, i64 chunk) {
     const i64 column = chunk * (THREADS * UNROLL) + threadIdx.x;
     if (chunk * (THREADS * UNROLL) >= copy.units) return 0;
+    const int row_bytes = (int)copy.row_bytes;
     const i64 row = row_of(load_index(p, position), copy.rows);
+    const Neighbours neighbours = neighbours_of(copy, row);
     const Window start = window_of(copy, row, position, (unsigned)column);
-    uint4* target = target_of(start);
     uint4 low[UNROLL], high[UNROLL];
-    bool inner[UNROLL];
-    unsigned edges = 0;
+    bool whole[UNROLL];
+    unsigned by_bytes = 0;
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
         Window window = start;
         window.offset += 16 * THREADS * u;
-        inner[u] = column + u * THREADS < copy.units && is_inner(window, copy.row_bytes);
-        const bool read = inner[u] && readable(row);
-        if (column + u * THREADS < copy.units && !inner[u]) edges |= 1u << u;
+        const bool words = readable_as_words(window, row_bytes, neighbours);
+        const bool active = column + u * THREADS < copy.units && window.offset < row_bytes;
+        const bool read = active && readable(row) && words;
+        whole[u] = active && (words || !readable(row));
+        if (active && !whole[u]) by_bytes |= 1u << u;
         low[u] = high[u] = uint4();
-        if (read) low[u] = load(first_word(window));
-        if (read && window.shift) high[u] = load(first_word(window) + 1);
+        if (read && needs_low(window)) low[u] = load_low(window);
+        if (read && needs_high(window, row_bytes)) high[u] = load_high(window);
     }
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
-        const uint4 value = shifted(low[u], high[u], start.shift);
-        if (inner[u]) store(target + u * THREADS, value);
+        Window window = start;
+        window.offset += 16 * THREADS * u;
+        if (whole[u]) store_window(window, row_bytes, shifted(low[u], high[u], start.shift));
     }
-    for (Window window = start; edges; window.offset += 16 * THREADS, edges >>= 1)
-        if (edges & 1) copy_edge(window, copy.row_bytes, readable(row));
+    for (Window window = start; by_bytes; window.offset += 16 * THREADS, by_bytes >>= 1)
+        if (by_bytes & 1) copy_bytes(window, row_bytes);
     return !readable(row) && column == 0;
 }
 #endif

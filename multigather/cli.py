@@ -47,8 +47,10 @@ class Layout(enum.StrEnum):
     """What the rows of several buffers are like."""
 
     uniform = "uniform"
+    eights = "eights"
     odd = "odd"
     ragged = "ragged"
+    mixed = "mixed"
 
 
 DeviceOption = Annotated[

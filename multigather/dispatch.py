@@ -90,7 +90,14 @@ def backends() -> tuple[BackendStatus, ...]:
     return tuple(result)
 
 
-def select(request: Request, name: str | None, site: Site, *, reading: bool = True) -> Selection:
+def select(
+    request: Request,
+    name: str | None,
+    site: Site,
+    *,
+    reading: bool = True,
+    strictly: bool = True,
+) -> Selection:
     """Choose for each field.
 
     A named backend takes all fields or none. Otherwise the first choice whose backend accepts the
@@ -102,6 +109,7 @@ def select(request: Request, name: str | None, site: Site, *, reading: bool = Tr
         name: the backend that the caller insists on.
         site: names of the buffers.
         reading: whether tuning files may be read; otherwise only what was read before is used.
+        strictly: whether mode "strict" applies.
 
     Raises:
         UnsupportedError: the named backend, or every backend, refuses.
@@ -111,7 +119,8 @@ def select(request: Request, name: str | None, site: Site, *, reading: bool = Tr
     picks: list[Pick] = []
     refused: dict[str, list[str]] = {}
     found, settled = _measured(request, reading)
-    if found is None and settled and name != "torch" and store.mode() == "strict":
+    tunable = request.fields and not request.host_memory and name != "torch"
+    if found is None and settled and tunable and strictly and store.mode() == "strict":
         _require_tuning(request, site)
     choices: dict[str, tuple[Config, str]] = {}
     by_name = {backend.name: backend for backend in BACKENDS}
@@ -160,7 +169,7 @@ def _measured(request: Request, reading: bool) -> tuple[store.Found | None, bool
     if not reading and not store.loaded(request.device):
         return None, False
     key = key_of(request)
-    found = store.winners(request.device).find(key, refusal_of)
+    found = store.winners(request.device).find(key, _unusable)
     if found is None and request.device.type == "cuda":
         log.info("nothing was measured for %s; run: %s", key.label, tune_command(key))
     return found, True
@@ -180,6 +189,15 @@ def refusal_of(backend_name: str, measured: Measured) -> str | None:
     return None
 
 
+def _unusable(backend_name: str, measured: Measured) -> str | None:
+    """Why this machine cannot use what a file says of a backend; None if it can."""
+    refusal = refusal_of(backend_name, measured)
+    if refusal is None:
+        backend = next(each for each in BACKENDS if each.name == backend_name)
+        refusal = "; ".join(backend.unavailable()) or None
+    return refusal
+
+
 def tune_command(key: Key) -> str:
     """The command that measures what a key stands for."""
     row, buffers = 1 << key.row, 1 << key.buffers
@@ -188,7 +206,7 @@ def tune_command(key: Key) -> str:
 
 def _require_tuning(request: Request, site: Site) -> None:
     key = key_of(request)
-    trace = store.winners(request.device).trace(key, refusal_of)
+    trace = store.winners(request.device).trace(key, _unusable)
     raise NotTunedError(
         "\n".join(
             (
@@ -311,5 +329,5 @@ def _searched(request: Request) -> tuple[str, ...]:
     if store.mode() == "off":
         return ("nothing: MULTIGATHER_TUNING=off",)
     key = key_of(request)
-    trace = store.winners(request.device).trace(key, refusal_of)
+    trace = store.winners(request.device).trace(key, _unusable)
     return (f"for {key.label}", *trace)

@@ -83,12 +83,16 @@ class Executable:
             request = self.request.with_count(1 << bucket)
             # While a CUDA graph is being captured nothing is read, written or measured.
             capturing = self.on_cuda and torch.cuda.is_current_stream_capturing()
-            record.note(self.request.with_count(count), may_write=not capturing)
-            if store.mode() == "online" and not capturing:
+            # A plan asks for 0 rows to check its buffers: nobody's gather.
+            if count:
+                record.note(self.request.with_count(count), may_write=not capturing)
+            if count and store.mode() == "online" and not capturing:
                 from .tuner.online import tune_if_missing
 
                 tune_if_missing(request, self._name, self.site)
-            selection = dispatch.select(request, self._name, self.site, reading=not capturing)
+            selection = dispatch.select(
+                request, self._name, self.site, reading=not capturing, strictly=count > 0
+            )
             parts = []
             for pick in selection.picks:
                 self.by_address |= pick.backend.name != "torch"
@@ -96,7 +100,7 @@ class Executable:
                 runner = pick.backend.prepare(request.subset(pick.fields), pick.config, site)
                 parts.append((runner, pick.fields))
             runner = parts[0][0] if len(parts) == 1 else _Parts(parts)
-            if selection.settled:
+            if selection.settled and (count or store.mode() != "strict"):
                 self.runners[bucket] = runner
             return runner
 

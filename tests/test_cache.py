@@ -53,13 +53,15 @@ FAR_KEY = Key(count=13, row=2, buffers=0, unit=4, layout="uniform")
 FAR_INDICES = torch.arange(8192) % 40
 
 
+REVISIONS = {backend.name: backend.revision for backend in dispatch.BACKENDS}
+
+
 def measured(us=10.0, **fields):
-    """A backend of an entry, as in a file."""
+    """A backend of an entry, as in a file; `entry` adds the revision of this version's backend."""
     return {
         "config": {"elements": "gather"},
         "device_us": us,
         "spread_us": 0.5,
-        "revision": 1,
         "environment": "e",
         "at": "2026-01-02T03:04:05Z",
         **fields,
@@ -68,7 +70,10 @@ def measured(us=10.0, **fields):
 
 def entry(key=KEY, pick="torch", backends=None, **fields):
     """An entry, as in a file."""
-    backends = backends or {pick: measured()}
+    backends = {
+        name: {"revision": REVISIONS.get(name, 1), **each}
+        for name, each in (backends or {pick: measured()}).items()
+    }
     return {"key": dataclasses.asdict(key), "pick": pick, "backends": backends, **fields}
 
 
@@ -635,8 +640,8 @@ REFUSED = {
     "unknown choice": ("torch", {"config": {"elements": "scatter"}}, "elements must be"),
     "unknown knob": ("torch", {"config": {"elements": "gather", "x": 2}}, "has no knob 'x'"),
     "code": ("cupy", {"config": {"layout": "0\n#include </etc/passwd>"}}, "layout"),
-    "other revision": ("torch", {"revision": 99}, "measured for kernel revision 99, this is 1"),
-    "older revision": ("torch", {"revision": -1}, "measured for kernel revision -1, this is 1"),
+    "other revision": ("torch", {"revision": 99}, "kernel revision 99, this is"),
+    "older revision": ("torch", {"revision": -1}, "kernel revision -1, this is"),
     "unknown backend": ("numpy", {}, "there is no such backend"),
 }
 
@@ -1159,7 +1164,7 @@ def test_of_equally_near_keys_the_higher_layer_wins(places):
 
 
 def test_nearest_entry_that_is_refused_gives_way_to_the_next(places):
-    refused = entry(near(count=4), backends={"torch": measured(revision=7)})
+    refused = entry(near(count=4), backends={"torch": measured(revision=REVISIONS["torch"] + 1)})
     write(places.user / "a.json", content(refused, entry(near(count=6))))
     assert "count 64 for 8" in choice()["origin"]
     assert choice()["config"] == MEASURED
@@ -1405,8 +1410,8 @@ def test_strict_takes_what_was_measured(places, monkeypatch, key, prepared):
 
 def test_strict_does_not_take_an_entry_that_is_refused(places, monkeypatch):
     monkeypatch.setenv("MULTIGATHER_TUNING", "strict")
-    write(places.user / "a.json", content(entry(backends={"torch": measured(revision=2)})))
-    with pytest.raises(multigather.NotTunedError, match=r"torch refused: .* revision 2"):
+    write(places.user / "a.json", content(entry(backends={"torch": measured(revision=99)})))
+    with pytest.raises(multigather.NotTunedError, match=r"torch refused: .* revision 99,"):
         multigather.gather(INDICES, BUFFER)
 
 

@@ -46,7 +46,8 @@ class TuningFileError(ValueError):
 
 
 class _Model(BaseModel):
-    # Fields that a later version adds survive a rewrite by this one.
+    # Fields that a later version adds survive a rewrite by this one, but for those of a key or a
+    # device, which would make it another one.
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
 
@@ -182,7 +183,7 @@ def parse(data: bytes) -> Tuning:
 
 def render(tuning: Tuning) -> str:
     """The text of a file, the same whatever the order in which entries came."""
-    content = tuning.model_dump(mode="json", by_alias=True, exclude_none=True)
+    content = tuning.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"entries"})
     used = {m.environment for entry in tuning.entries.values() for m in entry.backends.values()}
     environments = {name: tuning.environments[name] for name in used & set(tuning.environments)}
     content["environments"] = dict(sorted(environments.items()))
@@ -237,7 +238,8 @@ def _merged_entry(one: Entry, other: Entry) -> Entry:
     # The newer pick stands, for its backends were measured side by side; but a backend that was not
     # there then keeps the place that it had.
     pick = older.pick if older.pick not in newer.backends else newer.pick
-    return newer.model_copy(update={"backends": backends, "pick": pick})
+    default = newer.default or older.default
+    return newer.model_copy(update={"backends": backends, "pick": pick, "default": default})
 
 
 def _time_of(entry: Entry) -> Any:

@@ -57,15 +57,22 @@ def user_folder() -> Path | None:
     """The folder that tuning writes to; None where the system gives the user none."""
     chosen = os.environ.get("MULTIGATHER_CACHE_DIR")
     if chosen:
-        return Path(chosen).expanduser() / "tuning"
+        return _path(chosen) / "tuning"
     import platformdirs
 
     try:
         folder = platformdirs.user_cache_path("multigather")
     except RuntimeError:  # no home folder
         return None
-    # A service account's home is often "/", and its cache folder then belongs to nobody.
-    return None if folder.parent == Path("/.cache") else folder / "tuning"
+    # A service account's home is often "/", and its cache folder then belongs to nobody; older
+    # platformdirs answer "~/.cache" where there is no home.
+    usable = folder.is_absolute() and folder.parent != Path("/.cache")
+    return folder / "tuning" if usable else None
+
+
+def _path(text: str | os.PathLike[str]) -> Path:
+    """A path as the user wrote it; unlike `Path.expanduser`, an unknown ``~`` is no error."""
+    return Path(os.path.expanduser(text))  # noqa: PTH111
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,7 @@ def layers() -> list[Layer]:
     found = list(_given)
     for text in os.environ.get("MULTIGATHER_TUNING_PATH", "").split(os.pathsep):
         if text:
-            found.append(Layer("MULTIGATHER_TUNING_PATH", Path(text).expanduser()))
+            found.append(Layer("MULTIGATHER_TUNING_PATH", _path(text)))
     folder = user_folder()
     if folder is not None:
         found.append(Layer("user cache", folder))
@@ -120,14 +127,14 @@ def give(path: str | os.PathLike[str]) -> int:
     """
     from .model import TuningFileError, parse
 
-    layer = Layer("load_tuning", Path(path).expanduser())
+    layer = Layer("load_tuning", _path(path))
     if not layer.path.exists():
         raise FileNotFoundError(f"path: no tuning file or folder at {path}")
     entries = 0
     for file in layer.files():
         try:
             entries += len(parse(file.read_bytes()).entries)
-        except TuningFileError as error:
+        except (OSError, TuningFileError) as error:
             raise TuningFileError(f"{file} cannot be used: {error}") from None
     _given.insert(0, layer)
     forget()
@@ -332,6 +339,8 @@ def publish(path: Path, addition: Tuning) -> None:
         # no telling whether a soft lock's owner lives, so none is better.
         lock = filelock.FileLock(f"{path}.lock", timeout=LOCK_SECONDS, fallback_to_soft=False)
         with lock:
+            for stale in path.parent.glob(f".{path.name}.*.tmp"):  # of writers that were killed
+                stale.unlink(missing_ok=True)
             try:
                 data = path.read_bytes()
             except FileNotFoundError:
@@ -342,8 +351,9 @@ def publish(path: Path, addition: Tuning) -> None:
             except TuningFileError as error:
                 if error.newer or error.foreign:
                     raise WriteError(f"{path} is not overwritten: {error}") from None
-                log.warning("%s was unreadable (%s); it is kept as %s", path, error, _aside(path))
+                kept = _aside(path, data)
                 _replace(path, render(addition))
+                log.warning("%s was unreadable (%s); it is kept as %s", path, error, kept)
                 return
             if present.rejected:
                 kept = _aside(path, data)
@@ -362,14 +372,11 @@ def publish(path: Path, addition: Tuning) -> None:
         raise WriteError(f"{path} cannot be written: {error}") from None
 
 
-def _aside(path: Path, copy: bytes | None = None) -> Path:
-    """Move a file out of the way, or keep a copy of what it held."""
+def _aside(path: Path, data: bytes) -> Path:
+    """Keep what a file held beside it."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S%f")
     kept = path.with_name(f"{path.name}.corrupt-{now}")
-    if copy is None:
-        path.rename(kept)
-    else:
-        kept.write_bytes(copy)
+    kept.write_bytes(data)
     return kept
 
 

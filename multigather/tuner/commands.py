@@ -207,8 +207,11 @@ def explain(
 ) -> int:
     """``multigather explain``."""
     device = device_named(device_name)
-    if (layout == "ragged" and buffers == 1) or (layout == "odd" and row_bytes == 1):
-        raise UsageError(f"--layout {layout} needs more than --buffers 1 and --row-bytes 1")
+    if not shapes.makes_sense(layout, row_bytes, buffers):
+        raise UsageError(
+            f"--layout {layout} is no different from a simpler one with --row-bytes {row_bytes} "
+            f"and --buffers {buffers}"
+        )
     request = shapes.request_of(device, rows, shapes.field_widths(layout, row_bytes, buffers))
     found = dispatch.explain(request, None, site_of(request))
     print(json.dumps(asdict(found), indent=1) if as_json else found)

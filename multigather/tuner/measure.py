@@ -11,6 +11,7 @@ a candidate's time is the median over the rounds, its spread the median absolute
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -251,7 +252,11 @@ class Bench:
                 us = self._checked(run, expected)
                 name = candidate.backend.name
                 single[name] = min(us, single.get(name, us))
-                if us > max(HOPELESS * single[name], HOPELESS_US) and candidate not in kept:
+                if us > (limit := max(HOPELESS * single[name], HOPELESS_US)):
+                    # One call alone may have waited for the host: of 430 gathers, 135 candidates.
+                    again = functools.partial(run, 0)
+                    us = min(us, *(self._once(again)[0] for _ in range(3)))
+                if us > limit and candidate not in kept:
                     timings[candidate] = Timing(round(us, 3), 0.0, 1)
                     continue
                 timer = self._timer(run, us)
