@@ -215,6 +215,12 @@ def check(
     backends: Annotated[
         str | None, typer.Option(help="Only these backends, such as triton,torch.")
     ] = None,
+    from_log: Annotated[
+        Path | None, typer.Option(help="Measure nothing; use the timings that --log wrote.")
+    ] = None,
+    tuning: Annotated[
+        Path | None, typer.Option(help="With --from-log, judge the choices of this tuning file.")
+    ] = None,
     device: DeviceOption = None,
     log: LogOption = None,
     as_json: Json = False,
@@ -222,7 +228,9 @@ def check(
     """Measure what the choices cost against the best of all configs; exit 1 if too much."""
     from multigather.tuner import commands
 
-    options = commands.CheckOptions(sample, held_out, seed, max_regret, max_median, backends, log)
+    options = commands.CheckOptions(
+        sample, held_out, seed, max_regret, max_median, backends, log, from_log, tuning
+    )
     sys.exit(commands.run(lambda: commands.check(device, options, as_json)))
 
 

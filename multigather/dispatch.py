@@ -124,8 +124,8 @@ def select(
         _require_tuning(request, site)
     choices: dict[str, tuple[Config, str]] = {}
     by_name = {backend.name: backend for backend in BACKENDS}
-    for backend_name, measured in found.choices if found else ():
-        config = by_name[backend_name].config_from(measured.config)
+    for backend_name, knobs in found.choices if found else ():
+        config = by_name[backend_name].config_from(knobs)
         if by_name[backend_name].illegal(request, config) is None:
             choices[backend_name] = config, found.origin if found else ""
     for backend_name, choice in heuristic(request).items():

@@ -35,7 +35,14 @@ from multigather.backends._triton import TritonBackend
 from multigather.cache import model, record, rules, shape, store
 from multigather.cache.device import Device, device_of
 from multigather.cache.key import FARTHEST, UNITS, Key, key_of
-from multigather.cache.model import TuningFileError, merge, parse, render
+from multigather.cache.model import (
+    TuningFileError,
+    config_of_text,
+    config_text,
+    merge,
+    parse,
+    render,
+)
 from multigather.cache.store import WriteError, publish
 from multigather.request import BOUNDS, INDEX_DTYPES, Field, Request, field_of, has_contiguous_rows
 from multigather.tuner import online
@@ -46,10 +53,10 @@ CPU = torch.device("cpu")
 # The gather that most tests ask for, its key, and a choice for it that no rule makes.
 INDICES = torch.tensor([3, 0, 39, -1, 7, 7, 20, -40])
 BUFFER = torch.arange(40, dtype=torch.float32)
-KEY = Key(count=3, row=2, buffers=0, unit=4, layout="uniform")
+KEY = Key(count=3, row=2, buffers=0, unit=4)
 MEASURED = "elements=gather"
 HEURISTIC = "elements=index_select"
-FAR_KEY = Key(count=13, row=2, buffers=0, unit=4, layout="uniform")
+FAR_KEY = Key(count=13, row=2, buffers=0, unit=4)
 FAR_INDICES = torch.arange(8192) % 40
 
 
@@ -249,7 +256,7 @@ print(json.dumps({"statuses": statuses, "reads": reads}))
 
 
 def test_processes_that_publish_at_once_lose_nothing(tmp_path):
-    keys = [[Key(count, 2, writer, 4, "uniform") for count in range(40)] for writer in range(8)]
+    keys = [[Key(count, 2, writer, 4) for count in range(40)] for writer in range(8)]
     jobs = [
         [json.dumps(content(entry(key, note=[writer, key.count]))) for key in each]
         for writer, each in enumerate(keys)
@@ -322,7 +329,7 @@ print(json.dumps({"missing": missing, "present": present, "halves": halves}))
 
 def test_a_writer_killed_at_any_point_leaves_a_sound_file_and_no_lock(tmp_path):
     texts = [
-        json.dumps(content(*(entry(Key(count, row, 0, 4, "uniform")) for count in range(16))))
+        json.dumps(content(*(entry(Key(count, row, 0, 4)) for count in range(16))))
         for row in range(4)
     ]
     path = tmp_path / "tuning" / "cpu.json"
@@ -553,8 +560,6 @@ BAD_ENTRIES = {
     "fraction of an exponent": (("key", "count"), 13.5),
     "exponent is null": (("key", "count"), None),
     "odd unit": (("key", "unit"), 3),
-    "unknown layout": (("key", "layout"), "striped"),
-    "layout is a list": (("key", "layout"), ["uniform"]),
     # pydantic puts unknown fields of a dataclass into the instance, where this one is called.
     "field named like a method": (("key", "__post_init__"), 5),
     "no pick": (("pick",), MISSING),
@@ -753,7 +758,7 @@ def test_file_of_another_device_is_not_overwritten(path):
 def test_bad_entries_are_kept_in_a_copy(path, caplog):
     write(path, with_bad_entry((*BACKEND, "device_us"), -1.0))
     data = path.read_bytes()
-    new = Key(5, 5, 5, 16, "ragged")
+    new = Key(5, 5, 5, 16)
     publish(path, tuning(entry(new)))
     assert set(parse(path.read_bytes()).keys) == {KEY, new}
     (kept,) = path.parent.glob("cpu.json.corrupt-*")
@@ -794,7 +799,7 @@ def test_what_cannot_be_written_again_is_refused(path, opened):
     assert names_in(path.parent) == ["cpu.json"]
 
 
-SOME_KEYS = [Key(0, 0, 0, 1, "uniform"), Key(9, 4, 2, 16, "ragged"), Key(9, 12, 0, 16, "uniform")]
+SOME_KEYS = [Key(0, 0, 0, 1), Key(9, 4, 2, 16), Key(9, 12, 0, 16)]
 SOME_BACKENDS = {
     "cupy": measured(1.5, environment="f", config={"layout": "rows", "threads": 64}),
     "torch": measured(7.25, host_us=3.0),
@@ -1160,7 +1165,7 @@ def test_of_equally_near_keys_the_higher_layer_wins(places):
     write(places.shipped / "a.json", content(entry(near(row=4))))
     origin = choice()["origin"]
     assert str(higher) in origin
-    assert "measured nearby (count 32 for 8)" in origin
+    assert "measured around it in 2 entries, nearest (count 32 for 8)" in origin
 
 
 def test_nearest_entry_that_is_refused_gives_way_to_the_next(places):
@@ -1170,12 +1175,14 @@ def test_nearest_entry_that_is_refused_gives_way_to_the_next(places):
     assert choice()["config"] == MEASURED
 
 
-@pytest.mark.parametrize(("count", "serves"), [(3 + int(FARTHEST), True), (4 + int(FARTHEST), 0)])
+@pytest.mark.parametrize(("count", "serves"), [(8, True), (9, 0)])
 def test_entries_beyond_the_farthest_do_not_serve(places, count, serves):
     write(places.user / "a.json", content(entry(near(count=count))))
     assert (choice()["config"] == MEASURED) == bool(serves)
     searched = "\n".join(multigather.explain(INDICES, BUFFER).searched)
-    assert ("farther than 6" in searched) == (not serves)
+    distance = KEY.distance(near(count=count))
+    assert (distance > FARTHEST) == (not serves)
+    assert (f"farther than {FARTHEST:g}" in searched) == (not serves)
     check_gather()
 
 
@@ -1185,7 +1192,7 @@ def other_device(**fields):
 
 def test_near_entry_of_this_device_beats_an_exact_one_of_another(places):
     write(places.first / "a.json", content(entry(), device=other_device(name="Other")))
-    own = write(places.shipped / "a.json", content(entry(near(count=9))))
+    own = write(places.shipped / "a.json", content(entry(near(count=8))))
     assert str(own) in choice()["origin"]
     own.unlink()
     api.forget()
@@ -1277,13 +1284,107 @@ def test_backend_that_the_caller_names_gets_its_measured_config(places):
     check_gather(backend="torch")
 
 
+# For a key between entries, the choice is made from what every config took around it.
+
+SELECT, GATHER = "elements=index_select", "elements=gather"
+
+
+def timed(key, select, gather):
+    """An entry of a key in which the two configs took so many microseconds."""
+    best, config = min((select, "index_select"), (gather, "gather"))
+    return entry(
+        key,
+        backends={"torch": measured(best, config={"elements": config})},
+        times={"torch": {SELECT: select, GATHER: gather}},
+    )
+
+
+def test_between_entries_the_config_that_is_good_for_all_wins(places):
+    # index_select is the nearest entry's own choice, but 1.8 times slower in the next.
+    entries = timed(near(count=4), 10.0, 10.1), timed(near(count=1), 18.0, 10.0)
+    write(places.user / "a.json", content(*entries))
+    found = choice()
+    assert found["config"] == GATHER
+    assert "measured around it in 2 entries, nearest (count 16 for 8)" in found["origin"]
+
+
+def test_between_entries_the_nearer_counts_more(places):
+    entries = timed(near(count=4), 10.0, 13.0), timed(near(count=8), 13.0, 10.0)
+    write(places.user / "a.json", content(*entries))
+    assert choice()["config"] == SELECT
+
+
+def test_at_an_entry_only_its_own_choice_counts(places):
+    around = [timed(near(count=count), 20.0, 10.0) for count in (2, 4)]
+    write(places.user / "a.json", content(timed(KEY, 10.0, 10.1), *around))
+    assert choice()["config"] == SELECT
+    assert choice()["origin"].startswith("measured, m8.")
+
+
+def test_a_slow_down_beyond_the_limit_counts_no_more(places):
+    """One entry in which a config is hopeless does not outweigh two in which it is best."""
+    entries = (
+        timed(near(count=4), 10.0, 12.0),
+        timed(near(count=2), 10.0, 12.0),
+        timed(near(count=5), 9000.0, 10.0),
+    )
+    write(places.user / "a.json", content(*entries))
+    assert choice()["config"] == SELECT
+
+
+def test_between_entries_backends_come_in_the_order_of_their_slow_downs():
+    def one(key, cupy, triton):
+        pick = "cupy" if cupy <= triton else "triton"
+        return entry(
+            key,
+            pick=pick,
+            backends={
+                "cupy": measured(cupy, config={"threads": 64}),
+                "triton": measured(triton, config={"block": 256}),
+            },
+        )
+
+    tuning = parse(
+        json.dumps(content(one(near(count=4), 10.0, 12.0), one(near(count=1), 30.0, 10.0))).encode()
+    )
+    winners = store.Winners([store.Source("user cache", "a.json", 0, tuning.keys)])
+    found = winners.find(near(count=2), lambda name, measured: None)
+    assert [name for name, _ in found.choices] == ["triton", "cupy"]
+    found = winners.find(near(count=5), lambda name, measured: None)
+    assert [name for name, _ in found.choices] == ["cupy", "triton"]
+    assert found.choices[0][1] == {"threads": 64}
+
+
+@pytest.mark.parametrize("text", ["elements=scatter", "threads=1000000", "elements", "x=1 y=2"])
+def test_a_config_that_is_none_is_passed_over(places, text):
+    bad = entry(
+        near(count=4),
+        backends={"torch": measured(10.0, config={"elements": "gather"})},
+        times={"torch": {text: 0.1, GATHER: 10.0}},
+    )
+    write(places.user / "a.json", content(bad))
+    assert choice()["config"] == MEASURED == GATHER
+    check_gather()
+
+
+@given(
+    knobs=st.dictionaries(
+        st.from_regex(r"[a-z_]+", fullmatch=True),
+        st.booleans() | st.integers(-(10**17), 10**17) | st.from_regex(r"[a-z_]+", fullmatch=True),
+    )
+)
+def test_configs_as_text(knobs):
+    strings = {name: value for name, value in knobs.items() if value not in ("true", "false")}
+    assert config_of_text(config_text(strings)) == strings
+
+
 def test_explanation_shows_what_was_searched(places):
     path = write(places.user / "a.json", content(entry(near(count=4)), entry(near(row=9))))
     text = str(multigather.explain(INDICES, BUFFER))
     assert f"searched for {KEY.label}" in text
     assert f"user cache, {path}: 2 entries for this device" in text
-    assert f"{near(count=4).label}, distance 1: count 16 for 8" in text
-    assert f"{near(row=9).label}, distance 7: row 512 for 4; farther than 6" in text
+    assert f"{near(count=4).label}, distance 1.5: count 16 for 8" in text
+    assert f"{near(row=9).label}, distance 14.5: row 512 for 4; farther than 8" in text
 
 
 # --- load_tuning ---------------------------------------------------------------------------------
@@ -1381,14 +1482,14 @@ def test_mode_that_does_not_exist(places, monkeypatch, value):
 
 def test_strict_refuses_what_was_not_measured(places, monkeypatch):
     monkeypatch.setenv("MULTIGATHER_TUNING", "strict")
-    far = near(count=12, layout="ragged")
+    far = near(count=12)
     path = write(places.user / "a.json", content(entry(far)))
     for call in (multigather.gather, multigather.explain):
         with pytest.raises(multigather.NotTunedError) as caught:
             call(INDICES, BUFFER)
         text = str(caught.value)
         assert KEY.label in text
-        assert f"{far.label}, distance 10: count 4096 for 8, layout ragged for uniform" in text
+        assert f"{far.label}, distance 13.5: count 4096 for 8; farther than 8" in text
         assert str(path) in text
         assert "float32 [40]" in text
         assert "run: multigather tune --rows 8 --row-bytes 4 --buffers 1" in text
@@ -1604,7 +1705,7 @@ print(json.dumps(str(multigather.explain(torch.tensor([1]), torch.arange(4)))))
         PYTHONDONTWRITEBYTECODE="1",
     )
     assert list(tmp_path.iterdir()) == []
-    assert "searched for m1.row8.buffers1.unit8.uniform" in found
+    assert "searched for m1.row8.buffers1.unit8" in found
 
 
 # --- Recording -----------------------------------------------------------------------------------
@@ -1832,28 +1933,28 @@ U8 = torch.uint8
     ("count", "buffers", "key"),
     [
         # 48 is nearer to 64 than to 32 in the logarithm, 3 nearer to 4.
-        (48, [field(torch.float32, 8)] * 3, Key(6, 5, 2, 16, "uniform")),
-        (1, [field(U8)], Key(0, 0, 0, 1, "uniform")),
-        (0, [WORD], Key(0, 3, 0, 8, "uniform")),
-        (11, [WORD], Key(3, 3, 0, 8, "uniform")),
-        (12, [WORD], Key(4, 3, 0, 8, "uniform")),
-        (2**20, [WORD] * 64, Key(20, 3, 6, 8, "uniform")),
+        (48, [field(torch.float32, 8)] * 3, Key(6, 5, 2, 16)),
+        (1, [field(U8)], Key(0, 0, 0, 1)),
+        (0, [WORD], Key(0, 3, 0, 8)),
+        (11, [WORD], Key(3, 3, 0, 8)),
+        (12, [WORD], Key(4, 3, 0, 8)),
+        (2**20, [WORD] * 64, Key(20, 3, 6, 8)),
         # (4096 + 3 * 8) / 4 = 1030 bytes; 4120 bytes in 256 + 3 units.
-        (1, [WIDE, WORD, WORD, WORD], Key(0, 10, 2, 16, "ragged")),
+        (1, [WIDE, WORD, WORD, WORD], Key(0, 10, 2, 16)),
         # A mean of 6 bytes: 12 is twice as many, 13 is more.
-        (8, [field(U8, 12), field(U8, 3), field(U8, 3)], Key(3, 3, 2, 2, "uniform")),
-        (8, [field(U8, 13), field(U8, 3), field(U8, 2)], Key(3, 3, 2, 1, "ragged")),
+        (8, [field(U8, 12), field(U8, 3), field(U8, 3)], Key(3, 3, 2, 2)),
+        (8, [field(U8, 13), field(U8, 3), field(U8, 2)], Key(3, 3, 2, 1)),
         # Rows of an odd size begin anywhere, so they are copied byte by byte.
-        (64, [field(U8, 1023)], Key(6, 10, 0, 1, "uniform")),
+        (64, [field(U8, 1023)], Key(6, 10, 0, 1)),
         # The stride and the address limit the unit too.
-        (64, [field(torch.float32, 4, stride=20)], Key(6, 4, 0, 4, "uniform")),
-        (64, [field(torch.float32, 4, alignment=2)], Key(6, 4, 0, 2, "uniform")),
-        (64, [field(torch.float32, 4, stride=0)], Key(6, 4, 0, 16, "uniform")),
+        (64, [field(torch.float32, 4, stride=20)], Key(6, 4, 0, 4)),
+        (64, [field(torch.float32, 4, alignment=2)], Key(6, 4, 0, 2)),
+        (64, [field(torch.float32, 4, stride=0)], Key(6, 4, 0, 16)),
         # 18 bytes in two units: 9 is nearer to 8 than to 16.
-        (64, [field(U8, 16), field(U8, 2)], Key(6, 3, 1, 8, "uniform")),
+        (64, [field(U8, 16), field(U8, 2)], Key(6, 3, 1, 8)),
         # Nothing to copy: as good as the widest unit.
-        (64, [field(torch.float32, 0)] * 2, Key(6, 0, 1, 16, "uniform")),
-        (64, [field(U8, 0), field(U8, 16)], Key(6, 3, 1, 16, "uniform")),
+        (64, [field(torch.float32, 0)] * 2, Key(6, 0, 1, 16)),
+        (64, [field(U8, 0), field(U8, 16)], Key(6, 3, 1, 16)),
     ],
 )  # fmt: skip
 def test_key_of_a_gather(count, buffers, key):
@@ -1864,10 +1965,10 @@ def test_key_of_a_gather(count, buffers, key):
 
 
 def test_label_has_powers_of_two():
-    key = Key(count=6, row=5, buffers=2, unit=16, layout="ragged")
-    assert key.label == "m64.row32.buffers4.unit16.ragged"
-    assert Key(0, 0, 0, 1, "uniform").label == "m1.row1.buffers1.unit1.uniform"
-    assert Key(63, 0, 0, 1, "uniform").label.startswith(f"m{2**63}.")
+    key = Key(count=6, row=5, buffers=2, unit=16)
+    assert key.label == "m64.row32.buffers4.unit16"
+    assert Key(0, 0, 0, 1).label == "m1.row1.buffers1.unit1"
+    assert Key(63, 0, 0, 1).label.startswith(f"m{2**63}.")
 
 
 @pytest.mark.parametrize("name", ["count", "row", "buffers"])
@@ -1884,17 +1985,13 @@ def test_unit_out_of_range(unit):
 
 
 exponents = st.integers(0, 63)
-keys = st.builds(
-    Key, exponents, exponents, exponents, st.sampled_from(UNITS),
-    st.sampled_from(["uniform", "ragged"]),
-)  # fmt: skip
+keys = st.builds(Key, exponents, exponents, exponents, st.sampled_from(UNITS))
 
 
 @settings(deadline=None)
 @given(one=keys, other=keys, third=keys)
 def test_distance_is_a_distance(one, other, third):
     assert one.distance(other) == other.distance(one)
-    assert (one.distance(other) == 0) == (one == other)
     assert one.distance(one) == 0
     assert one.distance(third) <= one.distance(other) + other.distance(third) + 1e-9
     assert (one.label == other.label) == (one == other)
@@ -1906,7 +2003,7 @@ def test_distance_is_a_distance(one, other, third):
         ({}, "nothing"),
         ({"count": 5}, "count 32 for 8"),
         ({"row": 0, "buffers": 3}, "row 1 for 4, buffers 8 for 1"),
-        ({"unit": 1, "layout": "ragged"}, "unit 1 for 4, layout ragged for uniform"),
+        ({"unit": 1, "row": 3}, "row 8 for 4, unit 1 for 4"),
     ],
 )
 def test_differences_of_keys(change, text):

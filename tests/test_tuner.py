@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 # Triton's interpreter is a backend of the CPU here, and slow.
 ONLY_TORCH = ["--device", "cpu", "--backends", "torch"]
 SMALL = ["--rows", "4,64", "--row-bytes", "8", "--buffers", "1,2", *ONLY_TORCH]
-# Of two buffers none can have more than twice the mean, so "ragged" has the key of "uniform".
+# "ragged" has the key of "uniform" here: keys know a row's mean size only.
 SMALL_KEYS = 8
 
 
@@ -90,7 +90,6 @@ def test_layouts_are_what_they_say(layout: str, unit: int) -> None:
             key = key_of(request)
             assert key.row == size.bit_length() - 1
             assert key.unit == unit
-            assert key.layout == ("ragged" if layout in ("ragged", "mixed") else "uniform")
     assert not shapes.makes_sense("ragged", 512, 1)
     assert not shapes.makes_sense("odd", 1, 4)
 
@@ -99,7 +98,7 @@ def test_held_out_gathers_repeat_by_seed_and_vary() -> None:
     device = torch.device("cuda", 0)
     first, again = shapes.held_out(60, 5, device), shapes.held_out(60, 5, device)
     assert first == again != shapes.held_out(60, 6, device)
-    assert {key_of(each).layout for each in first} == {"uniform", "ragged"}
+    assert any(len({field.row_bytes for field in each.fields}) > 2 for each in first)
     assert {key_of(each).unit for each in first} >= {1, 2, 4, 8}
     assert max(len(each.fields) for each in first) > 30
     assert min(len(each.fields) for each in first) == 1
@@ -336,7 +335,7 @@ def test_tune_publishes_and_dispatch_follows(folder: Path) -> None:
         )
     buffers = torch.zeros(99, 2), torch.zeros(99, 2)
     text = str(multigather.explain(torch.zeros(64, dtype=torch.int64), *buffers))
-    assert "measured, m64.row8.buffers2.unit8.uniform in" in text
+    assert "measured, m64.row8.buffers2.unit8 in" in text
     assert str(the_file(folder)) in text
 
 
@@ -487,7 +486,7 @@ def test_show(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     multigather_command("tune", *SMALL)
     status, output = multigather_command("show", "--device", "cpu")
     assert status == 0
-    assert "m64.row8.buffers2.unit8.uniform" in output
+    assert "m64.row8.buffers2.unit8" in output
     status, output = multigather_command("show", the_file(folder), "--json")
     (found,) = json.loads(output)
     assert len(found["entries"]) == SMALL_KEYS
@@ -526,7 +525,7 @@ def test_check_compares_the_choice_with_the_best(
     text = file.read_text().replace('"elements": "index_select"', '"elements": "gather"')
     content = json.loads(text)
     content["entries"] = {
-        label: entry for label, entry in content["entries"].items() if ".unit4." in label
+        label: entry for label, entry in content["entries"].items() if label.endswith(".unit4")
     }
     file.write_text(json.dumps(content))
     api.forget()
@@ -586,6 +585,59 @@ def test_regret_is_that_of_the_choice(folder: Path, monkeypatch: pytest.MonkeyPa
     assert verdict.worst == verdict.median == regret.share > 1
 
 
+ROOT = Path(__file__).resolve().parent.parent
+LOG = ROOT / "benchmarks" / "nvidia-h200-held-out.jsonl"
+SHIPPED = ROOT / "tuning_cache" / "nvidia-h200.json"
+
+
+def test_shipped_choices_are_good_for_gathers_that_were_not_tuned() -> None:
+    """Judged by the times of every config in 44 random gathers, as one H200 took for them."""
+    command = ["check", "--from-log", LOG, "--tuning", SHIPPED, "--json", "--device", "cpu"]
+    status, output = multigather_command(*command)
+    found = json.loads(output)
+    assert status == 0
+    assert len(found["gathers"]) == 44
+    assert found["median"] <= 0.03
+    assert found["worst"] <= 0.15
+    tuned = set(parse(SHIPPED.read_bytes()).entries)
+    assert sum(each["key"] in tuned for each in found["gathers"]) < 10
+    assert sum(each["best_us"] < each["choice_us"] for each in found["gathers"]) > 20
+    # Without any tuning file the heuristic is judged, and found to be worse.
+    without = command[:3] + command[5:]
+    status, output = multigather_command(*without)
+    assert status == 1
+    assert json.loads(output)["worst"] > 0.15
+
+
+def test_logs_that_are_none(folder: Path, tmp_path: Path) -> None:
+    first = LOG.read_text().splitlines()[0]
+    for line, text in (
+        ("{", "line 2"),
+        ("[]", "no line of a timing log"),
+        ('{"gather": {}}', "indices must be like"),
+        (first.replace("cupy:", "gpu:"), "there is no backend 'gpu'"),
+        (first.replace("threads=64", "threads=63"), "threads must be 32"),
+    ):
+        log = tmp_path / "log.jsonl"
+        log.write_text(f"{first}\n{line}\n")
+        status, output = multigather_command("check", "--from-log", log, "--device", "cpu")
+        assert status == 2, output
+        assert text in output
+        assert "line 2" in output
+    status, output = multigather_command("check", "--tuning", SHIPPED, "--device", "cpu")
+    assert status == 2
+    assert "--tuning goes with --from-log" in output
+
+
+def test_timings_survive_a_log(folder: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    multigather_command("check", *ONLY_TORCH, "--held-out", "2", "--log", log)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert len(lines) == 2
+    for line in lines:
+        assert measure.from_dict(line, CPU).as_dict() == line
+
+
 def test_merge_and_export(folder: Path, tmp_path: Path) -> None:
     one, other, both = tmp_path / "one", tmp_path / "other", tmp_path / "both.json"
     multigather_command("tune", *SMALL, "--out", one)
@@ -613,8 +665,8 @@ def test_paths_and_explain(folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     command = ["explain", "--rows", "64", "--row-bytes", "8", "--buffers", "2", "--device", "cpu"]
     status, output = multigather_command(*command)
     assert status == 0
-    assert "chosen by: measured, m64.row8.buffers2.unit8.uniform" in output
-    assert "searched for m64.row8.buffers2.unit8.uniform" in output
+    assert "chosen by: measured, m64.row8.buffers2.unit8" in output
+    assert "searched for m64.row8.buffers2.unit8" in output
     _, output = multigather_command(*command, "--json")
     assert json.loads(output)["picks"][0]["backend"] == "torch"
 
@@ -658,16 +710,15 @@ class TestOnGpu:
         assert status == 0, output
         tuning = parse(the_file(tmp_path / "tuning").read_bytes())
         able = {status.name for status in multigather.backends() if status.available}
-        assert len(tuning.entries) == 3
+        wanted, _ = shapes.grid(torch.device("cuda", 0), (64,), (32,), (3,))
+        assert set(tuning.keys) == {key_of(each) for each in wanted}
         for entry in tuning.entries.values():
             assert set(entry.backends) == able
             assert entry.failed == {}
             assert all(each.host_us and each.device_us < 1000 for each in entry.backends.values())
         buffers = [torch.rand(1000, 8, device="cuda") for _ in range(3)]
         indices = torch.randint(1000, (64,), device="cuda")
-        assert "measured, m64.row32.buffers4.unit16.uniform" in str(
-            multigather.explain(indices, *buffers)
-        )
+        assert "measured, m64.row32.buffers4.unit16" in str(multigather.explain(indices, *buffers))
         for out, buffer in zip(multigather.gather(indices, *buffers), buffers, strict=True):
             assert torch.equal(out, buffer[indices])
 

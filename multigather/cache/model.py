@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -28,6 +29,8 @@ SCHEMA = 1
 MOST_BYTES = 64 * 2**20
 # Of a file's text: dicts are broken into lines down to this depth, where longer than this.
 DEPTH = 4
+# A config this much slower than the fastest is as good as any other that nobody would choose.
+TIMES_LIMIT = 2.0
 SHORT = 100
 
 
@@ -82,13 +85,15 @@ class Default(_Model):
 
 
 class Entry(_Model):
-    """The winners for one key.
+    """The winners for one key, and how fast the others were.
 
     Attributes:
         key: see `key.Key`.
         pick: the backend to use.
         backends: the best of each backend that could run it.
         default: what the heuristic would have chosen.
+        times: microseconds per call of every config, by backend and the config's text; those that
+            took more than `TIMES_LIMIT` times the backend's fastest are left out.
         failed: candidates that did not run or gave wrong bytes, with the reason.
         shapes: the gathers that were measured, see `shape`.
     """
@@ -97,6 +102,7 @@ class Entry(_Model):
     pick: str
     backends: Annotated[dict[str, Measured], Constrained(min_length=1)]
     default: Default | None = None
+    times: dict[str, dict[str, PositiveFloat]] = {}
     failed: dict[str, str] = {}
     shapes: list[dict[str, Any]] = []
 
@@ -193,6 +199,10 @@ def render(tuning: Tuning) -> str:
     }
     for entry in content["entries"].values():
         entry["backends"] = dict(sorted(entry["backends"].items()))
+        entry["times"] = {
+            name: dict(sorted(times.items(), key=lambda item: (item[1], item[0])))
+            for name, times in sorted(entry["times"].items())
+        }
         entry["failed"] = dict(sorted(entry["failed"].items()))
     return _dump(content, 0) + "\n"
 
@@ -230,20 +240,41 @@ def merge(older: Tuning, newer: Tuning) -> Tuning:
 
 def _merged_entry(one: Entry, other: Entry) -> Entry:
     older, newer = sorted((one, other), key=_time_of)
-    backends = dict(older.backends)
+    backends, times = dict(older.backends), dict(older.times)
     for name, measured in newer.backends.items():
         present = backends.get(name)
         if present is None or (present.revision, present.at) <= (measured.revision, measured.at):
             backends[name] = measured
+            times[name] = newer.times.get(name, {})
     # The newer pick stands, for its backends were measured side by side; but a backend that was not
     # there then keeps the place that it had.
     pick = older.pick if older.pick not in newer.backends else newer.pick
     default = newer.default or older.default
-    return newer.model_copy(update={"backends": backends, "pick": pick, "default": default})
+    return newer.model_copy(
+        update={"backends": backends, "times": times, "pick": pick, "default": default}
+    )
 
 
 def _time_of(entry: Entry) -> Any:
     return max(measured.at for measured in entry.backends.values())
+
+
+def config_text(knobs: dict[str, Any]) -> str:
+    """A config as ``name=value`` words, JSON's values: ``layout=tiles threads=128``."""
+    return " ".join(
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in knobs.items()
+    )
+
+
+def config_of_text(text: str) -> dict[str, bool | int | str]:
+    """The knobs that `config_text` wrote; a word that is none becomes a knob that none has."""
+    knobs: dict[str, bool | int | str] = {}
+    for word in text.split():
+        name, _, value = word.partition("=")
+        number = int(value) if re.fullmatch(r"-?\d{1,18}", value) else value
+        knobs[name] = {"true": True, "false": False}.get(value, number)
+    return knobs
 
 
 def environment_name(facts: dict[str, Any]) -> str:

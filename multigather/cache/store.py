@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import math
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -160,17 +161,27 @@ class Source:
 
 @dataclass(frozen=True)
 class Found:
-    """An entry that serves a key.
+    """What was measured that serves a key.
 
     Attributes:
-        choices: backends with what was measured for them, the pick first.
+        choices: backends with their knobs, the best backend first.
         origin: file, entry and how near it is, for people.
-        exact: whether the entry is of the very key, measured on the very device.
     """
 
-    choices: tuple[tuple[str, Measured], ...]
+    choices: tuple[tuple[str, dict[str, bool | int | str]], ...]
     origin: str
-    exact: bool
+
+
+@dataclass(frozen=True)
+class _Neighbour:
+    distance: float
+    source: Source
+    key: Key
+    usable: dict[str, Measured]  # by backend
+
+    @property
+    def entry(self) -> Entry:
+        return self.source.entries[self.key]
 
 
 @dataclass
@@ -181,33 +192,45 @@ class Winners:
     _known: dict[Key, Found | None] = field(default_factory=dict)
 
     def find(self, key: Key, refuse: Refuse) -> Found | None:
-        """The best entry for a key: of the best device, the key's own before the nearest."""
+        """The choice for a key: its own entry's, else what suits the entries around it best.
+
+        Entries of the device itself come before those of a similar one, and of two files with the
+        same key the first.
+        """
         try:
             return self._known[key]
         except KeyError:
-            self._known[key] = found = next(self._candidates(key, refuse), None)
-            return found
+            pass
+        found = None
+        for rank in (0, 1, 2):
+            near = self._neighbours(key, rank, refuse)
+            if near:
+                own = [each for each in near if each.key == key]
+                found = _its_own(own[0]) if own else _between(key, near, refuse)
+                break
+        self._known[key] = found
+        return found
 
     def forget(self) -> None:
         """Search anew."""
         self._known.clear()
 
-    def _candidates(self, key: Key, refuse: Refuse) -> Iterator[Found]:
-        for rank in (0, 1, 2):
-            sources = [source for source in self.sources if source.rank == rank]
-            near = sorted(
-                (
-                    (key.distance(other), order, other)
-                    for order, source in enumerate(sources)
-                    for other in source.entries
-                    if key.distance(other) <= FARTHEST
-                ),
-            )
-            for distance, order, other in near:
-                entry = sources[order].entries[other]
-                choices = tuple(item for item in entry.ordered() if refuse(*item) is None)
-                if choices:
-                    yield Found(choices, _origin(sources[order], key, other), not distance + rank)
+    def _neighbours(self, key: Key, rank: int, refuse: Refuse) -> list[_Neighbour]:
+        """The usable entries of a rank that are not too far, nearest first."""
+        found: dict[Key, _Neighbour] = {}
+        for source in self.sources:
+            for other in source.entries if source.rank == rank else ():
+                distance = key.distance(other)
+                if distance > FARTHEST or other in found:
+                    continue
+                usable = {
+                    name: measured
+                    for name, measured in source.entries[other].ordered()
+                    if refuse(name, measured) is None
+                }
+                if usable:
+                    found[other] = _Neighbour(distance, source, other, usable)
+        return sorted(found.values(), key=lambda each: each.distance)
 
     def trace(self, key: Key, refuse: Refuse) -> list[str]:
         """What a search for the key looks at, a line each."""
@@ -229,12 +252,76 @@ class Winners:
         return lines or ["no tuning file for this device"]
 
 
-def _origin(source: Source, key: Key, other: Key) -> str:
-    where = f"{other.label} in {source.path} ({source.name})"
-    kind = "measured" if key == other else f"measured nearby ({key.differences(other)})"
-    if source.rank:
+def _its_own(neighbour: _Neighbour) -> Found:
+    """The choice that an entry itself names."""
+    choices = tuple((name, measured.config) for name, measured in neighbour.usable.items())
+    return Found(choices, _origin(neighbour, "measured"))
+
+
+def _between(key: Key, near: list[_Neighbour], refuse: Refuse) -> Found:
+    """The choice for a key between entries: kernel regression on how slow each config was there.
+
+    A config's slow-down is its time over that of the fastest, at most `TIMES_LIMIT`; the mean over
+    the entries, which count less the farther they are (Nadaraya, "On estimating regression", 1964),
+    is what it is expected to be. Taking the nearest entry's choice instead would be worse: it takes
+    over what suits that entry only, and its noise.
+    """
+    from .model import TIMES_LIMIT, config_of_text, config_text
+
+    weights = [math.exp(near[0].distance - each.distance) for each in near]
+    expected: dict[str, dict[str, float]] = {}
+    backends = {name for each in near for name in each.usable}
+    for name in backends:
+        candidates: dict[str, float] = {}
+        total = 0.0
+        for each, weight in zip(near, weights, strict=True):
+            if name not in each.usable:
+                continue
+            own = config_text(each.usable[name].config)
+            times = {own: each.usable[name].device_us, **each.entry.times.get(name, {})}
+            fastest = min(times.values())
+            total += weight
+            for text, us in times.items():
+                gain = TIMES_LIMIT - min(us / fastest, TIMES_LIMIT)
+                candidates[text] = candidates.get(text, 0.0) + weight * gain
+        expected[name] = {text: gain / total for text, gain in candidates.items()}
+    choices = []
+    for name in backends:
+        example = next(each.usable[name] for each in near if name in each.usable)
+        ranked = sorted(expected[name], key=lambda text: (-expected[name][text], text))
+        for text in ranked:
+            knobs = config_of_text(text)
+            if refuse(name, example.model_copy(update={"config": knobs})) is None:
+                pairs = zip(near, weights, strict=True)
+                slow = sum(weight * _slow_down(each, name) for each, weight in pairs)
+                choices.append((slow, name, knobs))
+                break
+    choices.sort(key=lambda choice: choice[:2])
+    number = sum(weight > 0.05 for weight in weights)
+    around = "next to it" if number == 1 else f"around it in {number} entries"
+    kind = f"measured {around}, nearest ({key.differences(near[0].key)})"
+    return Found(tuple((name, knobs) for _, name, knobs in choices), _origin(near[0], kind))
+
+
+def _slow_down(neighbour: _Neighbour, name: str) -> float:
+    """How much slower a backend's best was than the entry's pick, at most `TIMES_LIMIT`."""
+    from .model import TIMES_LIMIT
+
+    measured = neighbour.usable.get(name)
+    if measured is None:
+        return TIMES_LIMIT
+    pick = next(iter(neighbour.usable.values()))
+    # The pick stands at 1 even where another is faster by less than the noise.
+    if measured is pick:
+        return 1.0
+    return min(max(measured.device_us / pick.device_us, 1.0), TIMES_LIMIT)
+
+
+def _origin(neighbour: _Neighbour, kind: str) -> str:
+    if neighbour.source.rank:
         kind += ", on another device of this capability"
-    return f"{kind}, {where}"
+    source = neighbour.source
+    return f"{kind}, {neighbour.key.label} in {source.path} ({source.name})"
 
 
 _winners: dict[torch.device, Winners] = {}

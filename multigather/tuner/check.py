@@ -15,7 +15,7 @@ from ..cache.key import key_of
 from ..request import Request
 from . import compiling, shapes
 from .console import Log, Reporter
-from .measure import Bench, Candidate, OutOfMemory, candidates_for, site_of
+from .measure import Bench, Candidate, Measurement, OutOfMemory, candidates_for, site_of
 
 
 @dataclass(frozen=True)
@@ -102,52 +102,80 @@ def check(
             compiling.compile_ahead(jobs, reporter.phase("compiling kernels", len(jobs)).done)
     phase = reporter.phase("measuring gathers", len(requests))
     for done, request in enumerate(requests, 1):
+        pick = dispatch.select(_rounded(request), None, site_of(request)).picks[0]
+        choice = Candidate(pick.backend, pick.config)
+        candidates = candidates_for(request, names)[0]
+        heuristic = _heuristic(request, {each.backend.name for each in candidates})
+        candidates += [each for each in (choice, heuristic) if each not in candidates]
         try:
-            regrets.append(_regret(request, names, log))
+            measurement = Bench(request).measure(candidates, keep=(choice, heuristic))
         except OutOfMemory as error:
             skipped.append(f"{shapes.summary(request)}: {error}")
+        else:
+            log.write(measurement.as_dict())
+            regrets.append(_regret(measurement, choice, pick.origin, heuristic))
         if request.device.type == "cuda":
             torch.cuda.empty_cache()
         phase.done(done)
-    shares = [each.share for each in regrets]
-    return Verdict(
-        regrets, skipped, statistics.median(shares) if shares else 0.0, max(shares, default=0.0)
-    )
+    return _verdict(regrets, skipped)
 
 
-def _regret(request: Request, names: tuple[str, ...], log: Log) -> Regret:
-    # As a program would: the choice is made for the nearest power of two of indices.
-    key = key_of(request)
-    asked = request.with_count(1 << key.count)
-    picks = dispatch.select(asked, None, site_of(request)).picks
-    choice = Candidate(picks[0].backend, picks[0].config)
-    backend_name, (config, _) = next(
-        (name, each)
-        for name, each in dispatch.heuristic(asked).items()
-        if name in {candidate.backend.name for candidate in candidates_for(request)[0]}
-    )
-    heuristic = next(
-        Candidate(each, config) for each in dispatch.BACKENDS if each.name == backend_name
-    )
-    candidates = candidates_for(request, names)[0]
-    candidates += [each for each in (choice, heuristic) if each not in candidates]
-    measurement = Bench(request).measure(candidates, keep=(choice, heuristic))
-    log.write(measurement.as_dict())
-    best = measurement.best()
-    if best is None or choice not in measurement.timings:
-        reasons = "; ".join(measurement.failed.values())
-        raise RuntimeError(f"{shapes.summary(request)}: the choice, {choice}, failed: {reasons}")
-    torch_best = measurement.best("torch")
-    timings = measurement.timings
+def check_log(measurements: Sequence[Measurement], winners: store.Winners) -> Verdict:
+    """What the choices of some tuning files cost in gathers that were measured before.
+
+    For machines without the device: nothing is run. Where no entry is near, the heuristic chooses.
+    """
+    regrets = []
+    by_name = {backend.name: backend for backend in dispatch.BACKENDS}
+    for measurement in measurements:
+        names = {candidate.backend.name for candidate in measurement.timings}
+        heuristic = choice = _heuristic(measurement.request, names)
+        origin = "the heuristic"
+        found = winners.find(key_of(measurement.request), dispatch.refusal_of)
+        if found is not None:
+            name, knobs = next(each for each in found.choices if each[0] in names)
+            choice = Candidate(by_name[name], by_name[name].config_from(knobs))
+            origin = found.origin
+        regrets.append(_regret(measurement, choice, origin, heuristic))
+    return _verdict(regrets, [])
+
+
+def _rounded(request: Request) -> Request:
+    """The gather that a program's choice is made for: the nearest power of two of indices."""
+    return request.with_count(1 << key_of(request).count)
+
+
+def _heuristic(request: Request, names: set[str]) -> Candidate:
+    """What the heuristic would choose among these backends."""
+    choices = dispatch.heuristic(_rounded(request)).items()
+    name, (config, _) = next(choice for choice in choices if choice[0] in names)
+    return Candidate(next(each for each in dispatch.BACKENDS if each.name == name), config)
+
+
+def _regret(
+    measurement: Measurement, choice: Candidate, origin: str, heuristic: Candidate
+) -> Regret:
+    timings, request = measurement.timings, measurement.request
+    best, torch_best = measurement.best(), measurement.best("torch")
+    if best is None or choice not in timings:
+        reasons = "; ".join(measurement.failed.values()) or "it was not measured"
+        raise RuntimeError(f"{shapes.summary(request)}: no time of the choice, {choice}: {reasons}")
     return Regret(
         gather=shapes.summary(request),
-        key=key.label,
+        key=key_of(request).label,
         choice=choice.short(),
-        origin=picks[0].origin,
+        origin=origin,
         choice_us=timings[choice].us,
         best=best.short(),
         best_us=timings[best].us,
         heuristic_us=timings[heuristic].us if heuristic in timings else None,
         torch_us=timings[torch_best].us if torch_best else None,
         failed={str(candidate): reason for candidate, reason in measurement.failed.items()},
+    )
+
+
+def _verdict(regrets: list[Regret], skipped: list[str]) -> Verdict:
+    shares = [each.share for each in regrets]
+    return Verdict(
+        regrets, skipped, statistics.median(shares) if shares else 0.0, max(shares, default=0.0)
     )

@@ -27,7 +27,7 @@ from . import check as checking
 from . import report, shapes
 from . import tune as tuning
 from .console import Log, Reporter
-from .measure import candidates_for, site_of
+from .measure import candidates_for, from_dict, site_of
 
 DONE, FAILED, USAGE, NO_DEVICE, NOT_WRITABLE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
@@ -80,6 +80,8 @@ class CheckOptions:
     max_median: float
     backends: str | None
     log: Path | None
+    from_log: Path | None
+    tuning: Path | None
 
 
 def run(command: Callable[[], int]) -> int:
@@ -220,7 +222,11 @@ def explain(
 
 def check(device_name: str | None, options: CheckOptions, as_json: bool) -> int:
     """``multigather check``."""
+    if options.tuning is not None and options.from_log is None:
+        raise UsageError("--tuning goes with --from-log; set MULTIGATHER_TUNING_PATH to use a file")
     device = device_named(device_name)
+    if options.from_log is not None:
+        return _check_log(options.from_log, device, options, as_json)
     if options.held_out:
         requests = shapes.held_out(options.held_out, options.seed, device)
         what = f"{len(requests)} gathers that were not tuned, seed {options.seed}"
@@ -229,8 +235,28 @@ def check(device_name: str | None, options: CheckOptions, as_json: bool) -> int:
         what = f"{len(requests)} tuned gathers, seed {options.seed}"
         if not requests:
             raise FileNotFoundError("nothing is tuned for this device; run `multigather tune`")
-    with Reporter(quiet=as_json) as reporter:
-        verdict = checking.check(requests, _backends(options.backends), reporter, Log(options.log))
+    names = _backends(options.backends)
+    with Log(options.log) as log, Reporter(quiet=as_json) as reporter:
+        verdict = checking.check(requests, names, reporter, log)
+    return _judge(what, verdict, options, as_json)
+
+
+def _check_log(file: Path, device: torch.device, options: CheckOptions, as_json: bool) -> int:
+    winners = store.winners(device)
+    if options.tuning is not None:
+        content = _parse(options.tuning)
+        winners = store.Winners([store.Source("--tuning", str(options.tuning), 0, content.keys)])
+    measurements = []
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        try:
+            measurements.append(from_dict(json.loads(line), torch.device("cuda", 0)))
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"--from-log: {file}, line {number}: {error}") from None
+    verdict = checking.check_log(measurements, winners)
+    return _judge(f"{len(measurements)} gathers of {file}", verdict, options, as_json)
+
+
+def _judge(what: str, verdict: checking.Verdict, options: CheckOptions, as_json: bool) -> int:
     good = verdict.median <= options.max_median and verdict.worst <= options.max_regret
     if as_json:
         print(json.dumps({"checked": what, "good": good, **verdict.as_dict()}, indent=1))

@@ -15,7 +15,15 @@ from .. import dispatch, environment
 from ..cache import shape, store
 from ..cache.device import Device
 from ..cache.key import Key
-from ..cache.model import Default, Entry, Measured, Tuning, environment_name
+from ..cache.model import (
+    TIMES_LIMIT,
+    Default,
+    Entry,
+    Measured,
+    Tuning,
+    config_text,
+    environment_name,
+)
 from .measure import ROUNDS, SCREEN, Candidate, Measurement
 
 # A config or a backend takes the heuristic's place only if it is faster by more than this and by
@@ -87,6 +95,7 @@ def entry_of(
         )
         if by_default in times
         else None,
+        times=_all_times(measurements),
         failed={
             str(candidate): reason
             for each in measurements
@@ -111,6 +120,21 @@ def _combined(measurements: Sequence[Measurement]) -> dict[Candidate, tuple[floa
         spread = sum(timing.spread for timing in known) / len(known)
         result[candidate] = (round(us, 3), round(spread, 3))
     return result
+
+
+def _all_times(measurements: Sequence[Measurement]) -> dict[str, dict[str, float]]:
+    """Every config's time by backend, geometric means over the gathers, but for the slow ones."""
+    times: dict[str, dict[str, float]] = {}
+    for candidate in measurements[0].timings:
+        each = [one.timings[candidate].us for one in measurements if candidate in one.timings]
+        if len(each) == len(measurements):
+            mean = math.exp(sum(math.log(max(us, 1e-3)) for us in each) / len(each))
+            text = config_text(asdict(candidate.config))
+            times.setdefault(candidate.backend.name, {})[text] = round(mean, 3)
+    return {
+        name: {text: us for text, us in found.items() if us <= TIMES_LIMIT * min(found.values())}
+        for name, found in times.items()
+    }
 
 
 def _clearly(faster_us: float, slower_us: float, spread: float) -> bool:

@@ -24,6 +24,7 @@ from .. import dispatch
 from ..backends.base import Backend, Config
 from ..cache import shape
 from ..cache.key import key_of
+from ..cache.model import config_of_text, config_text
 from ..request import Field, Request, Site
 
 ROUNDS = 7
@@ -57,6 +58,10 @@ class Candidate:
 
     def __str__(self) -> str:
         return f"{self.backend.name}: {self.config.describe()}"
+
+    def text(self) -> str:
+        """As a name that a program can read, see `from_dict`."""
+        return f"{self.backend.name}: {config_text(asdict(self.config))}"
 
     def short(self) -> str:
         """In a few words, for tables."""
@@ -107,10 +112,10 @@ class Measurement:
             "key": key_of(self.request).label,
             "gather": shape.to_text(self.request),
             "timings": {
-                str(candidate): [timing.us, timing.spread, timing.rounds]
+                candidate.text(): [timing.us, timing.spread, timing.rounds]
                 for candidate, timing in self.timings.items()
             },
-            "failed": {str(candidate): reason for candidate, reason in self.failed.items()},
+            "failed": {candidate.text(): reason for candidate, reason in self.failed.items()},
         }
 
 
@@ -119,6 +124,32 @@ def short_config(knobs: dict[str, Any]) -> str:
     return " ".join(
         name if value is True else str(value) for name, value in knobs.items() if value is not False
     )
+
+
+def from_dict(content: dict[str, Any], device: torch.device) -> Measurement:
+    """What `Measurement.as_dict` gave.
+
+    Raises:
+        ValueError: it is something else; the message names the part.
+    """
+    try:
+        request = shape.from_text(content["gather"], device)
+        timings = {
+            _candidate_of(text): Timing(*timing) for text, timing in content["timings"].items()
+        }
+        failed = {_candidate_of(text): reason for text, reason in content["failed"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"it is no line of a timing log: {error!r}") from None
+    return Measurement(request, timings, failed)
+
+
+def _candidate_of(text: str) -> Candidate:
+    """The candidate whose text this is."""
+    name, _, knobs = text.partition(": ")
+    backend = next((each for each in dispatch.BACKENDS if each.name == name), None)
+    if backend is None:
+        raise ValueError(f"there is no backend {name!r}")
+    return Candidate(backend, backend.config_from(config_of_text(knobs)))
 
 
 class OutOfMemory(Exception):

@@ -92,19 +92,19 @@ def plot(tuning: Tuning, file: Path) -> None:
     import matplotlib
 
     matplotlib.use("agg")
-    from matplotlib import pyplot
+    from matplotlib import colormaps, pyplot
     from matplotlib.patches import Patch
 
     every: list[tuple[str, Callable[[Key], bool]]] = [
-        ("uniform, units of 4 to 16 bytes", lambda k: k.layout == "uniform" and k.unit >= 4),
-        ("uniform, units of 1 to 2 bytes", lambda k: k.layout == "uniform" and k.unit < 4),
-        ("ragged", lambda k: k.layout == "ragged"),
+        ("units of 16 bytes", lambda key: key.unit == 16),
+        ("units of 4 or 8 bytes", lambda key: 4 <= key.unit < 16),
+        ("units of 1 or 2 bytes", lambda key: key.unit < 4),
     ]
     kinds = [(name, test) for name, test in every if any(test(key) for key in tuning.keys)]
     columns = sorted({key.buffers for key in tuning.keys})
     names = sorted({_choice(entry) for entry in tuning.keys.values()})
-    palette = pyplot.get_cmap("tab20")
-    colours = {name: palette(number % 20) for number, name in enumerate(names)}
+    palette = [colormaps[name](number) for name in ("tab20", "tab20b") for number in range(20)]
+    colours = {name: palette[number % len(palette)] for number, name in enumerate(names)}
     figure, axes = pyplot.subplots(
         len(kinds), len(columns), figsize=(3.2 * len(columns) + 2.5, 3 * len(kinds)),
         squeeze=False, sharex=True, sharey=True,
@@ -118,9 +118,11 @@ def plot(tuning: Tuning, file: Path) -> None:
             ]
             for key, entry in points:
                 axis.scatter(key.row, key.count, color=colours[_choice(entry)], marker="s", s=60)
-            axis.set_title(f"{1 << buffers} buffers, {kind}", fontsize=7)
-            axis.xaxis.set_major_formatter(lambda value, _: f"{2**value:g}")
-            axis.yaxis.set_major_formatter(lambda value, _: f"{2**value:g}")
+            axis.set_title(f"buffers: {1 << buffers}, {kind}", fontsize=7)
+            axis.set_xticks(range(0, 18, 3))
+            axis.set_yticks(range(0, 24, 4))
+            axis.xaxis.set_major_formatter(lambda exponent, _: f"{2**exponent:,.0f}")
+            axis.yaxis.set_major_formatter(lambda exponent, _: f"{2**exponent:,.0f}")
             axis.tick_params(labelsize=6)
     for axis in axes[-1]:
         axis.set_xlabel("bytes per row of a buffer", fontsize=7)
