@@ -238,22 +238,24 @@ def check(
 def merge(
     files: Annotated[list[Path], typer.Argument(help="Tuning files of one device.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")],
+    as_json: Json = False,
 ) -> None:
     """Put the entries of several tuning files into one."""
     from multigather.tuner import commands
 
-    sys.exit(commands.run(lambda: commands.merge(files, out)))
+    sys.exit(commands.run(lambda: commands.merge(files, out, as_json)))
 
 
 @app.command()
 def export(
     to: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("tuning_cache"),
     device: DeviceOption = None,
+    as_json: Json = False,
 ) -> None:
     """Copy this device's entries from the user's cache to a folder, to ship them."""
     from multigather.tuner import commands
 
-    sys.exit(commands.run(lambda: commands.export(to, device)))
+    sys.exit(commands.run(lambda: commands.export(to, device, as_json)))
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -169,7 +170,7 @@ def _measured(request: Request, reading: bool) -> tuple[store.Found | None, bool
     if not reading and not store.loaded(request.device):
         return None, False
     key = key_of(request)
-    found = store.winners(request.device).find(key, _unusable)
+    found = store.winners(request.device).find(key, _unusable())
     if found is None and request.device.type == "cuda":
         log.info("nothing was measured for %s; run: %s", key.label, tune_command(key))
     return found, True
@@ -189,13 +190,21 @@ def refusal_of(backend_name: str, measured: Measured) -> str | None:
     return None
 
 
-def _unusable(backend_name: str, measured: Measured) -> str | None:
-    """Why this machine cannot use what a file says of a backend; None if it can."""
-    refusal = refusal_of(backend_name, measured)
-    if refusal is None:
-        backend = next(each for each in BACKENDS if each.name == backend_name)
-        refusal = "; ".join(backend.unavailable()) or None
-    return refusal
+def _unusable() -> store.Refuse:
+    """A function that says why this machine cannot use what a file says of a backend.
+
+    It asks each backend once only whether it is available, because that looks for packages.
+    """
+
+    @functools.cache
+    def unavailable(name: str) -> str | None:
+        backend = next(each for each in BACKENDS if each.name == name)
+        return "; ".join(backend.unavailable()) or None
+
+    def refuse(name: str, measured: Measured) -> str | None:
+        return refusal_of(name, measured) or unavailable(name)
+
+    return refuse
 
 
 def tune_command(key: Key) -> str:
@@ -206,7 +215,7 @@ def tune_command(key: Key) -> str:
 
 def _require_tuning(request: Request, site: Site) -> None:
     key = key_of(request)
-    trace = store.winners(request.device).trace(key, _unusable)
+    trace = store.winners(request.device).trace(key, _unusable())
     raise NotTunedError(
         "\n".join(
             (
@@ -329,5 +338,5 @@ def _searched(request: Request) -> tuple[str, ...]:
     if store.mode() == "off":
         return ("nothing: MULTIGATHER_TUNING=off",)
     key = key_of(request)
-    trace = store.winners(request.device).trace(key, _unusable)
+    trace = store.winners(request.device).trace(key, _unusable())
     return (f"for {key.label}", *trace)

@@ -92,7 +92,14 @@ def test_wheel_metadata(wheel):
         assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
     assert metadata["Name"] == "multigather-kernels"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra")) == {"cuda12", "cuda13", "demo", "dev", "plot", "test"}
+    assert set(metadata.get_all("Provides-Extra")) == {
+        "cuda12",
+        "cuda13",
+        "demo",
+        "dev",
+        "plot",
+        "test",
+    }
     required = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
     assert {re.match(r"[\w-]+", line)[0] for line in required} == {
         "torch", "triton", "filelock", "platformdirs", "pydantic", "rich", "typer",

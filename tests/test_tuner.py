@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import time
@@ -24,6 +25,7 @@ from multigather.cache.model import parse
 from multigather.request import Request
 from multigather.tuner import check as checking
 from multigather.tuner import decide, measure, shapes, tune
+from multigather.tuner.console import Log, Reporter
 from multigather.tuner.measure import Bench, Candidate, Measurement, Timing, candidates_for
 
 CPU = torch.device("cpu")
@@ -575,8 +577,6 @@ def test_regret_is_that_of_the_choice(folder: Path, monkeypatch: pytest.MonkeyPa
         return runner
 
     monkeypatch.setattr(_torch.TorchBackend, "prepare", prepare)
-    from multigather.tuner.console import Log, Reporter
-
     verdict = checking.check([request], ("torch",), Reporter(quiet=True), Log(None))
     (regret,) = verdict.regrets
     assert regret.choice == "torch index_select"
@@ -607,6 +607,48 @@ def test_shipped_choices_are_good_for_gathers_that_were_not_tuned() -> None:
     status, output = multigather_command(*without)
     assert status == 1
     assert json.loads(output)["worst"] > 0.15
+
+
+def test_choices_are_legal_for_gathers_that_were_not_tuned() -> None:
+    """An entry's config may be one that a gather near it cannot run; dispatch must see that."""
+    by_name = {backend.name: backend for backend in dispatch.BACKENDS}
+    source = store.Source("shipped", str(SHIPPED), 0, parse(SHIPPED.read_bytes()).keys)
+    winners = store.Winners([source])
+    exact = 0
+    for request in shapes.held_out(200, 9, torch.device("cuda", 0)):
+        found = winners.find(key_of(request), dispatch.refusal_of)
+        assert found is not None
+        names = [name for name, _ in found.choices]
+        assert sorted(names) == ["cupy", "torch", "triton"]
+        assert names[-1] == "torch"
+        for name, knobs in found.choices:
+            assert by_name[name].illegal(request, by_name[name].config_from(knobs)) in (
+                None,
+                "no buffer has one dimension, so it is the same as index_select",
+            )
+        exact += found.origin.startswith("measured, ")
+    assert exact < 50
+
+
+def test_progress_on_a_terminal_and_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream in (Terminal(), io.StringIO()):
+        with Reporter(stream) as reporter:
+            reporter.say("[40 of] keys")
+            phase = reporter.phase("measuring", 3)
+            for step in (1, 2, 3):
+                phase.done(step)
+        assert "[40 of] keys" in stream.getvalue()
+        text = "measuring: 3 of 3, 0 s, about 0 s left"
+        assert (text in stream.getvalue()) == (not stream.isatty())
+        assert ("3/3" in stream.getvalue()) == stream.isatty()
+    with Reporter(quiet=True) as reporter:
+        reporter.say("nothing")
+        reporter.phase("nothing", 1).done(1)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_logs_that_are_none(folder: Path, tmp_path: Path) -> None:
@@ -647,8 +689,10 @@ def test_merge_and_export(folder: Path, tmp_path: Path) -> None:
     assert f"{SMALL_KEYS + SMALL_KEYS // 2} entries of 2 files" in output
     assert len(parse(both.read_bytes()).entries) == SMALL_KEYS + SMALL_KEYS // 2
     multigather_command("tune", *SMALL)
-    status, _ = multigather_command("export", "--device", "cpu", "--to", tmp_path / "shipped")
+    command = ["export", "--device", "cpu", "--to", tmp_path / "shipped", "--json"]
+    status, output = multigather_command(*command)
     assert status == 0
+    assert json.loads(output)["entries"] == SMALL_KEYS
     assert the_file(tmp_path / "shipped").read_bytes() == the_file(folder).read_bytes()
 
 

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("multigather")
 
+# An entry this much farther than the nearest has less than 1 % of its weight.
+NEGLIGIBLE = 5.0
+
 MODES = ("cached", "off", "strict", "online")
 LOCK_SECONDS = 10
 
@@ -268,6 +271,7 @@ def _between(key: Key, near: list[_Neighbour], refuse: Refuse) -> Found:
     """
     from .model import TIMES_LIMIT, config_of_text, config_text
 
+    near = [each for each in near if each.distance <= near[0].distance + NEGLIGIBLE]
     weights = [math.exp(near[0].distance - each.distance) for each in near]
     expected: dict[str, dict[str, float]] = {}
     backends = {name for each in near for name in each.usable}

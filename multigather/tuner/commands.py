@@ -271,18 +271,21 @@ def _judge(what: str, verdict: checking.Verdict, options: CheckOptions, as_json:
     return DONE if good else FAILED
 
 
-def merge(files: Sequence[Path], out: Path) -> int:
+def merge(files: Sequence[Path], out: Path, as_json: bool) -> int:
     """``multigather merge``."""
     try:
         merged = tuning.merged(files)
     except ValueError as error:
         raise UsageError(str(error)) from None
     store.publish(out, merged)
-    print(f"{len(merged.entries)} entries of {len(files)} files in {out}")
+    if as_json:
+        print(json.dumps({"file": str(out), "entries": len(merged.entries)}, indent=1))
+    else:
+        print(f"{len(merged.entries)} entries of {len(files)} files in {out}")
     return DONE
 
 
-def export(to: Path, device_name: str | None) -> int:
+def export(to: Path, device_name: str | None, as_json: bool) -> int:
     """``multigather export``."""
     kind = device_of(device_named(device_name))
     assert kind is not None
@@ -290,7 +293,10 @@ def export(to: Path, device_name: str | None) -> int:
     content = _parse(source)
     target = to / source.name
     store.publish(target, content)
-    print(f"{len(content.entries)} entries of {source} in {target}")
+    if as_json:
+        print(json.dumps({"file": str(target), "entries": len(content.entries)}, indent=1))
+    else:
+        print(f"{len(content.entries)} entries of {source} in {target}")
     return DONE
 
 
