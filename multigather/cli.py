@@ -101,13 +101,22 @@ def bench(
     workload: Annotated[
         list[str] | None, typer.Option(help="Only this workload; may be repeated.")
     ] = None,
+    way: Annotated[
+        list[str] | None, typer.Option(help="Only multigather and this way; may be repeated.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that a median is taken over.")] = 21,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Also series over row bytes, buffers and both.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the series into PNG files in this folder.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Time the workloads against b[idx] and index_select per buffer, after checking every byte."""
-    from multigather import bench as run_bench
+    """Time workloads beside what people use today, after checking every byte."""
+    from multigather.benchmark import command
 
-    sys.exit(run_bench.main(device, workload or (), rounds, as_json))
+    sys.exit(command.main(device, workload or (), way or (), rounds, sweep, plot, as_json))
 
 
 @app.command()

@@ -15,8 +15,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- made by tools/readme_speed.py -->", "<!-- end -->"
-# Below this ratio a workload is named as one that is not won; 3 % is within the noise of a run.
+# Below this ratio a gather is named as one that is not won; 3 % is within the noise of a run.
 WON = 0.97
+OURS = "multigather"
+# Multigather's own ways are no peers.
+OWN = (OURS, "plan", "plan, out=")
+COLUMNS = (OURS, "plan", "b[idx]", "index_select", "torch.compile")
 
 
 def section(report: dict[str, Any]) -> str:
@@ -24,12 +28,10 @@ def section(report: dict[str, Any]) -> str:
     facts = report["environment"]
     gpu = report["device"] != "cpu"
     machine = facts["gpu"] if gpu else facts["cpu"]
-    names = list(report["measurements"][0]["host_us"])
-    ours, others = names[0], names[1:]
-    kinds = [("host_us", "host µs")] + ([("gpu_us", "GPU µs")] if gpu else [])
-    if not gpu:
-        kinds = [("host_us", "µs")]
-    head = ["workload", "m", *(f"{text}, {name}" for _, text in kinds for name in names)]
+    rows = report["measurements"]
+    kinds = {"host_us": "host µs", "gpu_us": "GPU µs"} if gpu else {"host_us": "µs"}
+    columns = [name for name in COLUMNS if all(name in each["host_us"] for each in rows)]
+    head = ["workload", "m", *(f"{text}, {name}" for text in kinds.values() for name in columns)]
     lines = [
         f"{machine}; torch {facts['torch']}, {report['date'][:10]}, `{report['command']}`. "
         "Medians of interleaved rounds in one process.",
@@ -37,31 +39,40 @@ def section(report: dict[str, Any]) -> str:
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
     ]
-    losses = []
+    for each in rows:
+        cells = [each["workload"], f"{each['count']:,}"]
+        cells += [f"{each[kind][name]:,.1f}" for kind in kinds for name in columns]
+        lines.append("| " + " | ".join(cells) + " |")
+    for name, measurements in {"these workloads": rows, **report.get("sweep", {})}.items():
+        text = name if name == "these workloads" else f"the sweep over {name}"
+        lines += ["", *summary(text, measurements, kinds)]
+    return "\n".join(lines)
+
+
+def summary(name: str, measurements: list[dict[str, Any]], kinds: dict[str, str]) -> list[str]:
+    """Geometric means against each peer, then every loss."""
     ratios: dict[tuple[str, str], list[float]] = {}
-    for each in report["measurements"]:
-        row = [each["workload"], f"{each['count']:,}"]
-        for kind, text in kinds:
-            times = each[kind]
-            row += [f"{times[name]:,.1f}" for name in names]
-            for other in others:
-                ratio = times[other] / times[ours]
-                ratios.setdefault((text, other), []).append(ratio)
+    losses = []
+    for each in measurements:
+        for kind, text in kinds.items():
+            for peer in each[kind]:
+                if peer in OWN:
+                    continue
+                ratio = each[kind][peer] / each[kind][OURS]
+                ratios.setdefault((text, peer), []).append(ratio)
                 if ratio < WON:
+                    size = f", {each['row_bytes']:,} bytes a row" if "buffers" in each else ""
                     losses.append(
-                        f"{each['workload']}, m = {each['count']:,}, {text} against {other}: "
+                        f"{each['workload']}, m = {each['count']:,}{size}, {text} against {peer} "
                         f"{ratio:.2f} x"
                     )
-        lines.append("| " + " | ".join(row) + " |")
     means = [
-        f"{text} against {other} {math.exp(sum(map(math.log, values)) / len(values)):.2f} x"
-        for (text, other), values in ratios.items()
+        f"{text} against {peer} {math.exp(sum(map(math.log, values)) / len(values)):.2f} x"
+        for (text, peer), values in ratios.items()
     ]
-    lines += ["", f"Geometric means: {'; '.join(means)}.", ""]
-    lines.append(
-        f"Not won: {'; '.join(losses)}." if losses else "No workload is slower than either peer."
-    )
-    return "\n".join(lines)
+    lines = [f"Geometric means over {name}: {'; '.join(means)}.", ""]
+    lines.append(f"Not won: {'; '.join(losses)}." if losses else "None of them is lost to a peer.")
+    return lines
 
 
 def main() -> None:

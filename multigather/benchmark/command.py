@@ -1,0 +1,60 @@
+"""The command: measure, print, return the exit status."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from . import plots
+from .report import show
+from .run import MismatchError, run
+from .ways import named
+
+
+def main(
+    device: str | None,
+    names: Sequence[str],
+    ways: Sequence[str],
+    rounds: int,
+    sweep: bool,
+    plot: Path | None,
+    as_json: bool,
+) -> int:
+    """See the help of ``multigather bench``; 1 if a way is wrong, 2 for wrong options."""
+    errors = Console(stderr=True)
+    wanted = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if wanted.type == "cuda" and wanted.index is None:
+        wanted = torch.device("cuda", torch.cuda.current_device())
+    try:
+        if plot is not None and not sweep:
+            raise ValueError("--plot draws what --sweep measures; add --sweep")
+        report = run(
+            wanted,
+            names,
+            named(ways, wanted),
+            rounds,
+            sweep,
+            sys.argv[1:][1:],
+            lambda text: print(text, file=sys.stderr, flush=True),
+        )
+    except (MismatchError, ValueError) as error:
+        errors.print(f"multigather bench: {error}", markup=False)
+        return 1 if isinstance(error, MismatchError) else 2
+    if plot is not None:
+        try:
+            for file in plots.draw(report, plot, wanted.type):
+                print(f"drawn: {file}", file=sys.stderr)
+        except ModuleNotFoundError as error:
+            errors.print(f"multigather bench: --plot needs matplotlib: {error}", markup=False)
+            return 2
+    if as_json:
+        print(json.dumps(report, indent=1))
+    else:
+        # A table that is piped into a file is not cut to the 80 columns that rich then assumes.
+        show(report, Console() if sys.stdout.isatty() else Console(width=200))
+    return 0
