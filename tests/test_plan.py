@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -282,3 +284,65 @@ def test_new_views_of_the_same_layout_share_a_shortcut(
         assert_gathered(output, indices, views[-1])
     assert len(made) == 1
     api.forget()
+
+
+@pytest.mark.parametrize("bounds", ["raise", "fill", "clip", "unchecked"])
+@pytest.mark.parametrize("through", ["gather", "plan"])
+def test_repeated_calls_on_a_cpu(through: str, bounds: str) -> None:
+    """The generated way of a known layout: every kind of index after it was learned."""
+    buffers = [torch.arange(40.0).reshape(10, 4), torch.arange(10) % 3 == 0, torch.arange(10)]
+    plan = multigather.plan(*buffers, bounds=bounds)
+
+    def rows(indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if through == "plan":
+            return plan(indices)
+        return multigather.gather(indices, *buffers, bounds=bounds)
+
+    def check(*values: int) -> None:
+        indices = torch.tensor(values, dtype=torch.int64)
+        for _ in range(3):
+            for out, buffer in zip(rows(indices), buffers, strict=True):
+                chosen = indices
+                if bounds == "clip":
+                    chosen = indices.clamp(0, 9)
+                expected = buffer[chosen.clamp(-10, 9)]
+                if bounds == "fill":
+                    expected[(indices < 0) | (indices > 9)] = 0
+                assert out.dtype == buffer.dtype
+                assert torch.equal(out, expected)
+
+    check(3, 3, 0)
+    check(9)
+    check(*range(10), *range(10))
+    check()
+    if bounds != "unchecked":
+        check(1, -2, 3)
+        check(4, 5, 6)
+    if bounds == "raise":
+        for _ in range(3):
+            with pytest.raises(IndexError, match=r"indices\[1\] is 10, out of range for bufs\[0\]"):
+                rows(torch.tensor([0, 10, 2]))
+    elif bounds != "unchecked":
+        check(0, 10, 2)
+    check(7, 8, 9)
+
+
+def test_repeated_calls_on_a_cpu_see_other_sizes_and_moved_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "record.jsonl"
+    monkeypatch.setenv("MULTIGATHER_RECORD", str(record))
+    api.forget()
+    buffer = torch.arange(30.0).reshape(10, 3)
+    plan = multigather.plan(buffer)
+    for count in (2, 2, 2, 3, 9, 2, 100):
+        indices = torch.arange(count) % 10
+        assert torch.equal(multigather.gather(indices, buffer)[0], buffer[indices])
+        assert torch.equal(plan(indices)[0], buffer[indices])
+    # One of each power of two, by whichever came first.
+    found = [json.loads(line)["indices"] for line in record.read_text().splitlines()]
+    assert found == ["int64[2]", "int64[3]", "int64[9]", "int64[100]"]
+    buffer.set_(torch.zeros(10, 3))
+    with pytest.raises(ValueError, match="has changed"):
+        plan(torch.tensor([1, 2]))
+    assert not multigather.gather(torch.tensor([1, 2]), buffer)[0].any()

@@ -567,7 +567,7 @@ def test_regret_is_that_of_the_choice(folder: Path, monkeypatch: pytest.MonkeyPa
         time.sleep(0.003)
         return fast(self, *arguments)
 
-    fast = _torch._Runner.__call__
+    fast = _torch.SelectRunner.__call__
     original = _torch.TorchBackend.prepare
 
     def prepare(self: Any, request: Request, config: Any, site: Any) -> Any:

@@ -31,6 +31,10 @@ PLAIN = frozenset(
 SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
+# See `SelectRunner.operations`.
+Operation = tuple[Callable[..., torch.Tensor], "torch.dtype | None", torch.dtype]
+
+
 @dataclass(frozen=True)
 class TorchConfig(Config):
     """Which torch operation gathers.
@@ -89,10 +93,12 @@ class TorchBackend:
     def prepare(self, request: Request, config: Config, site: Site) -> Runner:
         """See `base.Backend.prepare`."""
         assert isinstance(config, TorchConfig)
-        return _Runner(request, config, site)
+        return SelectRunner(request, config, site)
 
 
-class _Runner:
+class SelectRunner:
+    """See `base.Runner`."""
+
     def __init__(self, request: Request, config: TorchConfig, site: Site) -> None:
         self._request = request
         elements = torch.gather if config.elements == "gather" else index_select
@@ -146,6 +152,21 @@ class _Runner:
         # look at the indices.
         self._check_first = True
         return results
+
+    def operations(self) -> tuple[Operation, ...]:
+        """What a plain call does per buffer, if it needs nothing else; else nothing.
+
+        Each is the operation, which takes (source, 0, indices); the integer type that source and
+        result are viewed as, or None; and the buffer's type. An operation raises `IndexError` or
+        `RuntimeError` for a bad or a negative index.
+        """
+        if not self._on_cpu or self._empty_rows or self._check_first:
+            return ()
+        # Other types of indices are converted first.
+        taken = (torch.int64,) if self._wide_indices else (torch.int64, torch.int32)
+        if self._request.index_dtype not in taken:
+            return ()
+        return tuple(zip(self._operations, self._views, self._dtypes, strict=True))
 
     def _checked(
         self,
