@@ -738,6 +738,45 @@ def test_while_capturing_no_file_is_read(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.undo()
 
 
+def test_a_kernel_backend_is_chosen_and_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the file to the launch, with the CUDA source on the CPU: own keys and those between."""
+    from cuda_host import HostCudaBackend
+
+    from multigather.cache import model
+    from multigather.cache.device import device_of
+
+    backend = HostCudaBackend()
+    if backend.unavailable():
+        pytest.skip("; ".join(backend.unavailable()))
+    monkeypatch.setattr(dispatch, "BACKENDS", (backend, *dispatch.BACKENDS[1:]))
+    slow, fast = _cupy.CudaConfig("tiles", 128, 1), _cupy.CudaConfig("rows", 64, 4)
+    entries = {}
+    for count in (4, 64):
+        request = shapes.request_of(CPU, count, [(4, 25), (1, 33)], rows=40)
+        times = {INDEX_SELECT: 9.0, Candidate(backend, slow): 6.0, Candidate(backend, fast): 3.0}
+        timings = {each: Timing(us, 0.0, 7) for each, us in times.items()}
+        entry = decide.entry_of(
+            key_of(request), [Measurement(request, timings, {})], {}, {"test": 1}
+        )
+        entries[entry.key.label] = entry
+    device = device_of(CPU)
+    assert device is not None
+    path = store.file_for(folder, device)
+    store.publish(path, model.Tuning(schema=1, device=device, entries=entries))
+    api.forget()
+    buffers = torch.randn(40, 25), torch.randint(0, 255, (40, 33), dtype=torch.uint8)
+    for count, origin in ((64, "measured, m64."), (16, "measured around it in 2 entries")):
+        indices = torch.randint(-40, 40, (count,))
+        text = str(multigather.explain(indices, *buffers))
+        assert "runs on cupy (layout=rows, threads=64, unroll=4, streaming=False)" in text
+        assert f"chosen by: {origin}" in text
+        for _ in range(3):
+            for out, buffer in zip(multigather.gather(indices, *buffers), buffers, strict=True):
+                assert torch.equal(out, buffer[indices])
+    with pytest.raises(IndexError, match=r"is 40, out of range for bufs\[0\]"):
+        multigather.gather(torch.full((64,), 40), *buffers)
+
+
 # On a GPU.
 
 
