@@ -27,8 +27,8 @@ from ..cache.model import (
 from .measure import ROUNDS, SCREEN, Candidate, Measurement
 
 # A config or a backend takes the heuristic's place only if it is faster by more than this and by
-# more than three times the spread of both: choosing the plain minimum, 40 % of the choices of one
-# run differ in the next.
+# more than three times the spread of both. Two runs on an H200 then differed in 46 of 263 choices,
+# by at most 4 % of their times; taking the plain minimum they would in 73.
 MARGIN = 0.02
 SPREADS = 3
 # A host that is slower by more than this share is not made up for by the GPU in a small call.
