@@ -7,8 +7,6 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from .backends._cupy import CudaBackend
 from .backends._torch import TorchBackend
 from .backends._triton import TritonBackend
@@ -16,7 +14,7 @@ from .backends.base import Backend, Config, Refusal
 from .cache import rules, store
 from .cache.key import Key, key_of
 from .errors import NotTunedError, UnsupportedError
-from .request import Request, Site
+from .request import Request, Site, dtype_name
 
 if TYPE_CHECKING:
     from .cache.model import Measured
@@ -24,6 +22,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("multigather")
 
 BACKENDS: tuple[Backend, ...] = (CudaBackend(), TritonBackend(), TorchBackend())
+
+
+def backend_named(name: str) -> Backend:
+    """The backend of a name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    for backend in BACKENDS:
+        if backend.name == name:
+            return backend
+    raise KeyError(name)
 
 
 @dataclass(frozen=True)
@@ -119,20 +129,21 @@ def select(
     left = tuple(range(len(request.fields)))
     picks: list[Pick] = []
     refused: dict[str, list[str]] = {}
-    found, settled = _measured(request, reading)
+    found, settled = measured_for(request, reading)
     tunable = request.fields and not request.host_memory and name != "torch"
     if found is None and settled and tunable and strictly and store.mode() == "strict":
         _require_tuning(request, site)
     choices: dict[str, tuple[Config, str]] = {}
-    by_name = {backend.name: backend for backend in BACKENDS}
-    for backend_name, knobs in found.choices if found else ():
-        config = by_name[backend_name].config_from(knobs)
-        if by_name[backend_name].illegal(request, config) is None:
-            choices[backend_name] = config, found.origin if found else ""
+    if found is not None:
+        for backend_name, knobs in found.choices:
+            backend = backend_named(backend_name)
+            config = backend.config_from(knobs)
+            if backend.illegal(request, config) is None:
+                choices[backend_name] = config, found.origin
     for backend_name, choice in heuristic(request).items():
         choices.setdefault(backend_name, choice)
     for backend_name in [name] if name else choices:
-        backend = by_name[backend_name]
+        backend = backend_named(backend_name)
         refusals = backend.why_not(request)
         blocked = {refusal.field for refusal in refusals}
         if refusals:
@@ -156,14 +167,14 @@ def select(
 def heuristic(request: Request) -> dict[str, tuple[Config, str]]:
     """What the rules choose: config and origin by backend, the preferred backend first."""
     choices: dict[str, tuple[Config, str]] = {}
-    by_name = {backend.name: backend for backend in BACKENDS}
     for rule in rules.default_rules():
         if rule.matches(request) and rule.backend not in choices:
-            choices[rule.backend] = by_name[rule.backend].config_from(rule.knobs), rule.origin
+            config = backend_named(rule.backend).config_from(rule.knobs)
+            choices[rule.backend] = config, rule.origin
     return choices
 
 
-def _measured(request: Request, reading: bool) -> tuple[store.Found | None, bool]:
+def measured_for(request: Request, reading: bool = True) -> tuple[store.Found | None, bool]:
     """What was measured for a request, and whether that answer may be kept."""
     if request.host_memory or not request.fields or store.mode() == "off":
         return None, True
@@ -178,8 +189,9 @@ def _measured(request: Request, reading: bool) -> tuple[store.Found | None, bool
 
 def refusal_of(backend_name: str, measured: Measured) -> str | None:
     """Why a backend cannot use what a file says of it; None if it can."""
-    backend = next((each for each in BACKENDS if each.name == backend_name), None)
-    if backend is None:
+    try:
+        backend = backend_named(backend_name)
+    except KeyError:
         return "there is no such backend"
     if measured.revision != backend.revision:
         return f"measured for kernel revision {measured.revision}, this is {backend.revision}"
@@ -198,8 +210,7 @@ def _unusable() -> store.Refuse:
 
     @functools.cache
     def unavailable(name: str) -> str | None:
-        backend = next(each for each in BACKENDS if each.name == name)
-        return "; ".join(backend.unavailable()) or None
+        return "; ".join(backend_named(name).unavailable()) or None
 
     def refuse(name: str, measured: Measured) -> str | None:
         return refusal_of(name, measured) or unavailable(name)
@@ -254,7 +265,7 @@ def _refusal_text(
 
 def describe(request: Request, site: Site) -> str:
     """The request, a line per tensor."""
-    index = _name(request.index_dtype)
+    index = dtype_name(request.index_dtype)
     memory = "pinned host memory" if request.host_memory else str(request.device)
     lines = [f"    indices  {index} [{request.count}]  {request.device}  bounds={request.bounds!r}"]
     for number, field in enumerate(request.fields):
@@ -264,14 +275,10 @@ def describe(request: Request, site: Site) -> str:
         if field.contiguous_rows and field.rows > 1 and stride != field.row_bytes:
             layout = f"  a row every {stride} bytes"
         lines.append(
-            f"    {site.label(number)}  {_name(field.dtype)} {shape}  {memory}"
+            f"    {site.label(number)}  {dtype_name(field.dtype)} {shape}  {memory}"
             f"  {field.row_bytes} bytes a row{layout}"
         )
     return "\n".join(lines)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)

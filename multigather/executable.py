@@ -89,7 +89,7 @@ class Executable:
             if count and store.mode() == "online" and not capturing:
                 from .tuner.online import tune_if_missing
 
-                tune_if_missing(request, self._name, self.site)
+                tune_if_missing(request, self._name)
             selection = dispatch.select(
                 request, self._name, self.site, reading=not capturing, strictly=count > 0
             )

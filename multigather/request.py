@@ -111,6 +111,11 @@ def power_of_two_divisor(*values: int) -> int:
     return bits & -bits
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as people write it: ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def bucket_of(number: int) -> int:
     """Exponent of the power of two nearest to a number in log space; 0 for 0."""
     return (number * number).bit_length() >> 1

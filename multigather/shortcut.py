@@ -41,6 +41,16 @@ try:
 except ImportError:  # a torch that moved it
     TensorGuards = None
 
+# How every generated `Shortcut.run` begins.
+GUARDED = (
+    "def run(indices, buffers):",
+    "    try:",
+    "        if not check(indices, *buffers):",
+    "            return None",
+    "    except TypeError:",
+    "        return None",
+)
+
 Check = Callable[..., bool]
 Run = Callable[[Any, Sequence[Any]], "tuple[torch.Tensor, ...] | None"]
 Facts = tuple[int, int, int, int, list[Block], Launch]  # as in `Launch.facts`
@@ -242,12 +252,7 @@ def repeated_select(
             f"operation{k}({source}, 0, indices)" + ("" if view is None else f".view(dtype{k})")
         )
     lines = [
-        "def run(indices, buffers):",
-        "    try:",
-        "        if not check(indices, *buffers):",
-        "            return None",
-        "    except TypeError:",
-        "        return None",
+        *GUARDED,
         "    count = indices.numel()",
         "    if (count * count).bit_length() >> 1 not in buckets:",  # bucket_of
         "        return None",
@@ -323,12 +328,7 @@ def repeated_launch(
         elsewhere = " or ".join(f"s{k} != {address}" for k, address in enumerate(addresses))
     pointers = ", ".join(f"s{k}, o{k}.data_ptr()" for k in KernelRunner.order(request))
     lines = [
-        "def run(indices, buffers):",
-        "    try:",
-        "        if not check(indices, *buffers):",
-        "            return None",
-        "    except TypeError:",
-        "        return None",
+        *GUARDED,
         "    if words[0] != board.taken:",
         "        raise_pending(board.device)",
         "    count = indices.numel()",

@@ -1597,6 +1597,15 @@ def test_online_where_nothing_can_be_written(places, benches, monkeypatch, caplo
     assert all(str(path) in each for each in warnings_in(caplog))
 
 
+def test_online_measures_where_only_an_absent_backend_was_measured(places, benches):
+    """An entry that this machine cannot use serves nothing, so it must not keep it from tuning."""
+    backends = {"cupy": measured(config={"threads": 128})}
+    write(places.user / "a.json", content(entry(pick="cupy", backends=backends)))
+    check_gather(backend="torch")
+    (request,) = benches
+    assert key_of(request) == KEY
+
+
 def test_online_where_nothing_can_be_measured(places, benches, monkeypatch):
     def failing(*arguments, **options):
         raise online.OutOfMemory("it needs 1 MiB and 0 MiB are free")

@@ -39,7 +39,7 @@ def main(
             named(ways, wanted),
             rounds,
             sweep,
-            sys.argv[1:][1:],
+            sys.argv[2:],
             lambda text: print(text, file=sys.stderr, flush=True),
         )
     except (MismatchError, ValueError) as error:

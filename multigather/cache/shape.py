@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..request import BOUNDS, INDEX_DTYPES, Field, Request, power_of_two_divisor
+from ..request import BOUNDS, INDEX_DTYPES, Field, Request, dtype_name, power_of_two_divisor
 
 _INDICES = re.compile(r"(\w+)\[(\d+)\]")
 _FIELD = re.compile(
@@ -30,7 +30,7 @@ def to_text(request: Request) -> dict[str, Any]:
     fields = [_field_text(field) for field in request.fields if field.contiguous_rows]
     groups = [(text, len(list(same))) for text, same in itertools.groupby(fields)]
     return {
-        "indices": f"{_name(request.index_dtype)}[{request.count}]",
+        "indices": f"{dtype_name(request.index_dtype)}[{request.count}]",
         "bounds": request.bounds,
         "fields": [text if times == 1 else f"{text} x {times}" for text, times in groups],
     }
@@ -59,7 +59,7 @@ def from_text(shape: dict[str, Any], device: torch.device) -> Request:
 
 
 def _field_text(field: Field) -> str:
-    text = f"{_name(field.dtype)}{[field.rows, *field.row_shape]}"
+    text = f"{dtype_name(field.dtype)}{[field.rows, *field.row_shape]}"
     if field.row_stride_bytes != field.row_bytes and field.rows > 1:
         text += f" stride {field.row_stride_bytes}"
     if field.alignment != 16:
@@ -82,10 +82,6 @@ def _fields(text: Any) -> list[Field]:
         raise ValueError(f"a field larger than any memory: {text!r}")
     field = Field(dtype, rows, tuple(row_shape), row_bytes, stride, True, alignment)
     return [field] * times
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> torch.dtype | None:

@@ -59,14 +59,20 @@ class Verdict:
     Attributes:
         regrets: one per gather.
         skipped: gathers that could not be measured, with the reason.
-        median: of the shares.
-        worst: of the shares.
     """
 
     regrets: list[Regret]
     skipped: list[str]
-    median: float
-    worst: float
+
+    @property
+    def median(self) -> float:
+        """Of the shares; 0 without any."""
+        return statistics.median(each.share for each in self.regrets) if self.regrets else 0.0
+
+    @property
+    def worst(self) -> float:
+        """Of the shares; 0 without any."""
+        return max((each.share for each in self.regrets), default=0.0)
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -96,10 +102,7 @@ def check(
     """Measure every candidate of each gather beside the choice that dispatch makes."""
     regrets: list[Regret] = []
     skipped: list[str] = []
-    if requests and requests[0].device.type == "cuda":
-        jobs = compiling.variants(requests, names)
-        if jobs:
-            compiling.compile_ahead(jobs, reporter.phase("compiling kernels", len(jobs)).done)
+    compiling.compile_ahead(requests, names, reporter)
     phase = reporter.phase("measuring gathers", len(requests))
     for done, request in enumerate(requests, 1):
         pick = dispatch.select(_rounded(request), None, site_of(request)).picks[0]
@@ -117,7 +120,7 @@ def check(
         if request.device.type == "cuda":
             torch.cuda.empty_cache()
         phase.done(done)
-    return _verdict(regrets, skipped)
+    return Verdict(regrets, skipped)
 
 
 def check_log(measurements: Sequence[Measurement], winners: store.Winners) -> Verdict:
@@ -126,7 +129,6 @@ def check_log(measurements: Sequence[Measurement], winners: store.Winners) -> Ve
     For machines without the device: nothing is run. Where no entry is near, the heuristic chooses.
     """
     regrets = []
-    by_name = {backend.name: backend for backend in dispatch.BACKENDS}
     for measurement in measurements:
         names = {candidate.backend.name for candidate in measurement.timings}
         heuristic = choice = _heuristic(measurement.request, names)
@@ -134,10 +136,11 @@ def check_log(measurements: Sequence[Measurement], winners: store.Winners) -> Ve
         found = winners.find(key_of(measurement.request), dispatch.refusal_of)
         if found is not None:
             name, knobs = next(each for each in found.choices if each[0] in names)
-            choice = Candidate(by_name[name], by_name[name].config_from(knobs))
+            backend = dispatch.backend_named(name)
+            choice = Candidate(backend, backend.config_from(knobs))
             origin = found.origin
         regrets.append(_regret(measurement, choice, origin, heuristic))
-    return _verdict(regrets, [])
+    return Verdict(regrets, [])
 
 
 def _rounded(request: Request) -> Request:
@@ -149,7 +152,7 @@ def _heuristic(request: Request, names: set[str]) -> Candidate:
     """What the heuristic would choose among these backends."""
     choices = dispatch.heuristic(_rounded(request)).items()
     name, (config, _) = next(choice for choice in choices if choice[0] in names)
-    return Candidate(next(each for each in dispatch.BACKENDS if each.name == name), config)
+    return Candidate(dispatch.backend_named(name), config)
 
 
 def _regret(
@@ -171,11 +174,4 @@ def _regret(
         heuristic_us=timings[heuristic].us if heuristic in timings else None,
         torch_us=timings[torch_best].us if torch_best else None,
         failed={str(candidate): reason for candidate, reason in measurement.failed.items()},
-    )
-
-
-def _verdict(regrets: list[Regret], skipped: list[str]) -> Verdict:
-    shares = [each.share for each in regrets]
-    return Verdict(
-        regrets, skipped, statistics.median(shares) if shares else 0.0, max(shares, default=0.0)
     )

@@ -86,22 +86,22 @@ class CheckOptions:
 
 def run(command: Callable[[], int]) -> int:
     """Run a command; errors that a user can do something about become a line and a status."""
-    statuses: tuple[tuple[type[Exception] | tuple[type[Exception], ...], int], ...] = (
-        (NoDeviceError, NO_DEVICE),
-        (store.WriteError, NOT_WRITABLE),
-        ((UsageError, TuningFileError, FileNotFoundError), USAGE),
-    )
     try:
         return command()
     except KeyboardInterrupt:
         print("interrupted; every key measured so far is kept", file=sys.stderr)
         return INTERRUPTED
-    except Exception as error:
-        for kind, status in statuses:
-            if isinstance(error, kind):
-                print(f"multigather: {error}", file=sys.stderr)
-                return status
-        raise
+    except NoDeviceError as error:
+        return _failed(error, NO_DEVICE)
+    except store.WriteError as error:
+        return _failed(error, NOT_WRITABLE)
+    except (UsageError, TuningFileError, FileNotFoundError) as error:
+        return _failed(error, USAGE)
+
+
+def _failed(error: Exception, status: int) -> int:
+    print(f"multigather: {error}", file=sys.stderr)
+    return status
 
 
 def tune(device_name: str | None, options: TuneOptions, as_json: bool) -> int:
@@ -278,11 +278,7 @@ def merge(files: Sequence[Path], out: Path, as_json: bool) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     store.publish(out, merged)
-    if as_json:
-        print(json.dumps({"file": str(out), "entries": len(merged.entries)}, indent=1))
-    else:
-        print(f"{len(merged.entries)} entries of {len(files)} files in {out}")
-    return DONE
+    return _written(merged, f"{len(files)} files", out, as_json)
 
 
 def export(to: Path, device_name: str | None, as_json: bool) -> int:
@@ -293,10 +289,15 @@ def export(to: Path, device_name: str | None, as_json: bool) -> int:
     content = _parse(source)
     target = to / source.name
     store.publish(target, content)
+    return _written(content, str(source), target, as_json)
+
+
+def _written(content: Tuning, source: str, file: Path, as_json: bool) -> int:
+    number = len(content.entries)
     if as_json:
-        print(json.dumps({"file": str(target), "entries": len(content.entries)}, indent=1))
+        print(json.dumps({"file": str(file), "entries": number}, indent=1))
     else:
-        print(f"{len(content.entries)} entries of {source} in {target}")
+        print(f"{number} entries of {source} in {file}")
     return DONE
 
 

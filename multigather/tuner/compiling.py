@@ -11,13 +11,14 @@ from __future__ import annotations
 import concurrent.futures
 import multiprocessing
 import os
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 
 from .. import dispatch
-from ..backends.base import KernelRunner
+from ..backends.base import Config, KernelRunner
 from ..request import Request
+from .console import Reporter
 from .measure import Candidate, candidates_for, site_of
 
 # Device memory of one worker's CUDA context and its modules.
@@ -28,9 +29,11 @@ MOST_WORKERS = 32
 def variants(
     requests: Iterable[Request], names: tuple[str, ...]
 ) -> list[tuple[Request, Candidate]]:
-    """One gather and candidate for each kernel that measuring these gathers needs."""
+    """One gather and candidate for each kernel of a GPU that measuring these gathers needs."""
     found: dict[Hashable, tuple[Request, Candidate]] = {}
     for request in requests:
+        if request.device.type != "cuda":
+            continue
         for candidate in candidates_for(request, names)[0]:
             variant = candidate.backend.variant(request, candidate.config)
             if variant is not None:
@@ -38,51 +41,44 @@ def variants(
     return list(found.values())
 
 
-def compile_ahead(
-    jobs: list[tuple[Request, Candidate]], progress: Callable[[int], None], workers: int = 0
-) -> int:
-    """Compile; return how many kernels could not be, which measuring then reports.
+def compile_ahead(requests: Sequence[Request], names: tuple[str, ...], reporter: Reporter) -> None:
+    """Compile what measuring these gathers needs; what cannot be compiled, measuring reports.
 
     Args:
-        jobs: from `variants`.
-        progress: called with the number of kernels done.
-        workers: number of processes; 0 for one per core that memory allows.
+        requests: the gathers, all on one device.
+        names: backends asked for; none means every backend that can run.
+        reporter: told of progress.
     """
+    jobs = variants(requests, names)
     if not jobs:
-        return 0
+        return
+    phase = reporter.phase("compiling kernels", len(jobs))
     free, _ = torch.cuda.mem_get_info(jobs[0][0].device)
     most = min(os.cpu_count() or 1, MOST_WORKERS, free // 2 // WORKER_BYTES, len(jobs) // 4)
-    workers = workers or max(1, most)
-    failed = 0
     # Not forked: a CUDA context does not survive that.
     executor = concurrent.futures.ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), initializer=_one_thread
+        max(1, most), multiprocessing.get_context("spawn"), initializer=_one_thread
     )
     try:
         tasks = [(request, candidate.backend.name, candidate.config) for request, candidate in jobs]
         # In small portions, the kernels of one gather together.
-        for done, ok in enumerate(executor.map(_compile, tasks, chunksize=4), 1):
-            failed += not ok
-            progress(done)
+        for done, _ in enumerate(executor.map(_compile, tasks, chunksize=4), 1):
+            phase.done(done)
     except concurrent.futures.process.BrokenProcessPool:
-        # The process that measures compiles what is missing, one by one.
-        failed = len(jobs)
+        pass  # the process that measures compiles what is missing, one by one
     finally:
         executor.shutdown(cancel_futures=True)
-    return failed
 
 
 def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _compile(task: tuple[Request, str, object]) -> bool:
+def _compile(task: tuple[Request, str, Config]) -> None:
     request, name, config = task
-    backend = next(each for each in dispatch.BACKENDS if each.name == name)
     try:
-        runner = backend.prepare(request, config, site_of(request))  # type: ignore[arg-type]
+        runner = dispatch.backend_named(name).prepare(request, config, site_of(request))
         if isinstance(runner, KernelRunner):
             runner.compile(request.count)
     except Exception:  # whatever it is, measuring meets it again and says so
-        return False
-    return True
+        pass

@@ -146,9 +146,10 @@ def from_dict(content: dict[str, Any], device: torch.device) -> Measurement:
 def _candidate_of(text: str) -> Candidate:
     """The candidate whose text this is."""
     name, _, knobs = text.partition(": ")
-    backend = next((each for each in dispatch.BACKENDS if each.name == name), None)
-    if backend is None:
-        raise ValueError(f"there is no backend {name!r}")
+    try:
+        backend = dispatch.backend_named(name)
+    except KeyError:
+        raise ValueError(f"there is no backend {name!r}") from None
     return Candidate(backend, backend.config_from(config_of_text(knobs)))
 
 

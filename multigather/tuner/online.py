@@ -17,7 +17,7 @@ from .. import dispatch
 from ..cache import store
 from ..cache.device import device_of
 from ..cache.key import key_of
-from ..request import Request, Site
+from ..request import Request
 from .decide import NothingMeasured, entry_of, environment_facts, publish
 from .measure import Bench, OutOfMemory, candidates_for, defaults_of
 
@@ -29,7 +29,7 @@ ROUNDS = 3
 _tuning = threading.Lock()
 
 
-def tune_if_missing(request: Request, name: str | None, site: Site) -> None:
+def tune_if_missing(request: Request, name: str | None) -> None:
     """Measure and publish, unless an entry serves the gather; failures leave the heuristic."""
     kind = device_of(request.device)
     plain = all(field.contiguous_rows for field in request.fields)
@@ -39,8 +39,9 @@ def tune_if_missing(request: Request, name: str | None, site: Site) -> None:
         return
     key = key_of(request)
     with _tuning:  # one at a time: two that measure at once measure each other
-        if store.winners(request.device).find(key, dispatch.refusal_of) is not None:
+        if dispatch.measured_for(request)[0] is not None:
             return
+        facts = environment_facts()
         try:
             bench = Bench(request)
             candidates, _ = candidates_for(request, (name,) if name else ())
@@ -50,7 +51,7 @@ def tune_if_missing(request: Request, name: str | None, site: Site) -> None:
             measurement = bench.measure(
                 candidates, rounds=ROUNDS, deadline=time.monotonic() + SECONDS
             )
-            entry = entry_of(key, [measurement], {}, environment_facts())
+            entry = entry_of(key, [measurement], {}, facts)
         except (OutOfMemory, torch.OutOfMemoryError, NothingMeasured) as error:
             log.info("online tuning of %s was not possible: %s", key.label, error)
             return
@@ -61,7 +62,7 @@ def tune_if_missing(request: Request, name: str | None, site: Site) -> None:
         try:
             if folder is None:
                 raise store.WriteError("the user has no cache folder; set MULTIGATHER_CACHE_DIR")
-            publish(store.file_for(folder, kind), kind, environment_facts(), entry)
+            publish(store.file_for(folder, kind), kind, facts, entry)
         except store.WriteError as error:
             log.info("online tuning of %s is kept for this process only: %s", key.label, error)
         store.remember(request.device, entry)

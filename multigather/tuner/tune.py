@@ -24,8 +24,6 @@ from .console import Log, Reporter
 from .decide import NothingMeasured, entry_of, environment_facts, publish
 from .measure import Bench, Measurement, OutOfMemory, candidates_for, defaults_of
 
-RETUNE = ("missing", "stale", "all")
-
 
 @dataclass
 class Summary:
@@ -80,7 +78,7 @@ def wanted(
         groups: from `grouped`.
         names: backends asked for; none means every backend that can run.
         file: what is there already.
-        retune: one of `RETUNE`.
+        retune: "missing", "stale" or "all".
         since: keys that were measured since then count as present, whatever ``retune`` says.
     """
     try:
@@ -139,11 +137,7 @@ def tune(
     assert kind is not None
     summary = Summary(str(file), present=len(groups) - len(keys))
     facts = environment_facts()
-    if device.type == "cuda":
-        jobs = compiling.variants((r for key in keys for r in groups[key]), names)
-        if jobs:
-            phase = reporter.phase("compiling kernels", len(jobs))
-            compiling.compile_ahead(jobs, phase.done)
+    compiling.compile_ahead([each for key in keys for each in groups[key]], names, reporter)
     phase = reporter.phase("measuring keys", len(keys))
     for done, key in enumerate(keys):
         if budget is not None and time.monotonic() - start > budget:
