@@ -1384,7 +1384,7 @@ def test_explanation_shows_what_was_searched(places):
     assert f"searched for {KEY.label}" in text
     assert f"user cache, {path}: 2 entries for this device" in text
     assert f"{near(count=4).label}, distance 1.5: count 16 for 8" in text
-    assert f"{near(row=9).label}, distance 14.5: row 512 for 4; farther than 8" in text
+    assert f"{near(row=9).label}, distance 10.5: row 512 for 4; farther than 8" in text
 
 
 # --- load_tuning ---------------------------------------------------------------------------------
@@ -1954,7 +1954,11 @@ U8 = torch.uint8
         (8, [field(U8, 12), field(U8, 3), field(U8, 3)], Key(3, 3, 2, 2)),
         (8, [field(U8, 13), field(U8, 3), field(U8, 2)], Key(3, 3, 2, 1)),
         # Rows of an odd size begin anywhere, so they are copied byte by byte.
-        (64, [field(U8, 1023)], Key(6, 10, 0, 1)),
+        (64, [field(U8, 1023)], Key(6, 10, 0, 1, narrow=2)),
+        # Less than half of the bytes, half of them, and rows that are not long.
+        (64, [field(U8, 1023), field(torch.float32, 512)], Key(6, 11, 1, 2, narrow=1)),
+        (64, [field(U8, 1023), field(torch.int64, 127)], Key(6, 10, 1, 2, narrow=2)),
+        (64, [field(U8, 31), field(torch.float32, 31)], Key(6, 6, 1, 2)),
         # The stride and the address limit the unit too.
         (64, [field(torch.float32, 4, stride=20)], Key(6, 4, 0, 4)),
         (64, [field(torch.float32, 4, alignment=2)], Key(6, 4, 0, 2)),
@@ -1978,6 +1982,8 @@ def test_label_has_powers_of_two():
     assert key.label == "m64.row32.buffers4.unit16"
     assert Key(0, 0, 0, 1).label == "m1.row1.buffers1.unit1"
     assert Key(63, 0, 0, 1).label.startswith(f"m{2**63}.")
+    assert Key(0, 6, 0, 4, narrow=1).label == "m1.row64.buffers1.unit4.partly-narrow"
+    assert Key(0, 6, 0, 1, narrow=2).label == "m1.row64.buffers1.unit1.narrow"
 
 
 @pytest.mark.parametrize("name", ["count", "row", "buffers"])
@@ -1993,8 +1999,14 @@ def test_unit_out_of_range(unit):
         dataclasses.replace(KEY, unit=unit)
 
 
+@pytest.mark.parametrize("narrow", [-1, 3, 1.0, True, "1", None])
+def test_narrow_out_of_range(narrow):
+    with pytest.raises(ValueError, match="narrow must be 0, 1 or 2"):
+        dataclasses.replace(KEY, narrow=narrow)
+
+
 exponents = st.integers(0, 63)
-keys = st.builds(Key, exponents, exponents, exponents, st.sampled_from(UNITS))
+keys = st.builds(Key, exponents, exponents, exponents, st.sampled_from(UNITS), st.integers(0, 2))
 
 
 @settings(deadline=None)
@@ -2013,6 +2025,7 @@ def test_distance_is_a_distance(one, other, third):
         ({"count": 5}, "count 32 for 8"),
         ({"row": 0, "buffers": 3}, "row 1 for 4, buffers 8 for 1"),
         ({"unit": 1, "row": 3}, "row 8 for 4, unit 1 for 4"),
+        ({"narrow": 2}, "narrow 2 for 0"),
     ],
 )
 def test_differences_of_keys(change, text):
