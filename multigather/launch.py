@@ -1,19 +1,23 @@
 """Launch a compiled GPU function with its parameters by value, the cheapest way there is.
 
 Both kernel backends launch through this: to the driver a CUDA C function and a Triton function are
-the same. The way is chosen once: CuPy's binding of the driver call (4 to 6 microseconds on a slow
-host), else NVIDIA's cuda.bindings, else ctypes. All three are called alike.
+the same. A repeated call launches from the compiled extension `_native`, where that was built; it
+calls the driver by address. Every other launch, and every one without the extension, goes through
+the first of these that is there: CuPy's binding of the driver call (4 to 6 microseconds on a slow
+host), NVIDIA's cuda.bindings, ctypes. These three are called alike.
 """
 
 from __future__ import annotations
 
+import array
 import ctypes
 import functools
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from . import native
 
 # function, grid x, y, z, block x, y, z, shared bytes, stream, address of parameters, 0
 LaunchFunction = Callable[..., Any]
@@ -76,6 +80,16 @@ def launch_function() -> LaunchFunction:
     raise LaunchError("no way to launch: neither CuPy, cuda.bindings nor libcuda.so.1 is there")
 
 
+@functools.cache
+def driver_address() -> int:
+    """Address of the driver's ``cuLaunchKernel``, 0 without a CUDA driver."""
+    try:
+        function = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
+    except (OSError, AttributeError):
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
 def _stream_function() -> Callable[[int], int]:
     """Address of torch's current stream of a device, by number."""
     raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -107,21 +121,21 @@ def fast_allocation() -> Callable[..., torch.Tensor] | None:
 class Block(NamedTuple):
     """Memory of one launch's parameters, and the array of their addresses that the driver takes."""
 
-    memory: ctypes.Array[ctypes.c_char]
+    words: array.array[int]
     address: int
-    array: ctypes.Array[ctypes.c_void_p]
+    addresses: ctypes.Array[ctypes.c_void_p]
 
     @classmethod
     def of(cls, template: bytes, offsets: Sequence[int]) -> Block:
         """A block with this content, whose parameters start at these offsets."""
-        memory = (ctypes.c_char * len(template)).from_buffer(bytearray(template))
-        start = ctypes.addressof(memory)
-        array = (ctypes.c_void_p * len(offsets))(*(start + offset for offset in offsets))
-        return cls(memory, ctypes.addressof(array), array)
+        words = array.array("Q", template)
+        start, _ = words.buffer_info()
+        addresses = (ctypes.c_void_p * len(offsets))(*(start + offset for offset in offsets))
+        return cls(words, ctypes.addressof(addresses), addresses)
 
 
 class Launch:
-    """One launch of which only the pointers are still open.
+    """One launch of which only the addresses are still open.
 
     The driver copies the parameters while another thread may run, so a call borrows a block of
     memory from the pool and gives it back; two threads never write into the same one.
@@ -132,8 +146,8 @@ class Launch:
         threads: threads per block.
         shared_bytes: dynamic shared memory.
         device: number of the device.
-        pointers: how many addresses a call brings.
-        constants: the bytes that follow the addresses in a block.
+        template: the bytes of a block, a multiple of 8, with anything where addresses belong.
+        places: where in a block each of a call's addresses belongs, multiples of 8.
         offsets: where in a block each parameter of the function starts.
         keep: objects that must live as long as the function.
     """
@@ -145,8 +159,8 @@ class Launch:
         threads: int,
         shared_bytes: int,
         device: int,
-        pointers: int,
-        constants: bytes,
+        template: bytes,
+        places: Sequence[int],
         offsets: Sequence[int],
         keep: Any = None,
     ) -> None:
@@ -155,17 +169,19 @@ class Launch:
         self.threads = threads
         self.shared_bytes = shared_bytes
         self.device = device
-        self.pack = struct.Struct(f"={pointers}Q").pack_into
+        self.template = template
+        self.places = tuple(places)
+        self.offsets = tuple(offsets)
         self.pool: list[Block] = []
+        # In words: one store of a word costs as much as packing it, wherever it belongs.
+        self._slots = tuple(place // 8 for place in places)
         # What a call needs, to be unpacked at once.
-        self.facts = (function, grid, threads, shared_bytes, self.pool, self)
-        self._template = bytes(8 * pointers) + constants
-        self._offsets = tuple(offsets)
+        self.facts = (function, grid, threads, shared_bytes, self._slots, self.pool, self)
         self._keep = keep
 
     def new_block(self) -> Block:
         """Another block of parameters, its constants in place."""
-        return Block.of(self._template, self._offsets)
+        return Block.of(self.template, self.offsets)
 
     def __call__(self, addresses: Sequence[int]) -> None:
         """Launch on torch's current stream of the device."""
@@ -176,13 +192,32 @@ class Launch:
             block = self.pool.pop()
         except IndexError:
             block = self.new_block()
-        self.pack(block.memory, 0, *addresses)
+        for slot, address in zip(self._slots, addresses, strict=True):
+            block.words[slot] = address
         try:
             self._launch(block)
         except Exception as error:
             self.retry(error, block)
         self.pool.append(block)
         return None
+
+    @functools.cached_property
+    def native(self) -> Any:
+        """The same launch for `_native`; what its driver call refuses comes here instead."""
+        assert native.extension is not None
+        return native.extension.Launch(
+            driver_address(),
+            self.function,
+            self.grid,
+            self.threads,
+            self.shared_bytes,
+            self.device,
+            current_stream,
+            self.template,
+            self.places,
+            self.offsets,
+            self,
+        )
 
     def _launch(self, block: Block) -> None:
         launch_function()(

@@ -292,8 +292,8 @@ def _compile(
         threads,
         shared,
         device.index,
-        len(names),
-        bytes(constants),
+        bytes(8 * len(names)) + constants,
+        list(place.values()),
         offsets,
         compiled,
     )

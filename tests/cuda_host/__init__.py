@@ -15,7 +15,6 @@ import functools
 import hashlib
 import os
 import shutil
-import struct
 import subprocess
 from collections.abc import Sequence
 from importlib import resources
@@ -106,16 +105,17 @@ class HostCudaBackend(CudaBackend):
         grid: int,
         threads: int,
         device: torch.device,
-        pointers: int,
-        constants: bytes,
+        template: bytes,
+        places: Sequence[int],
     ) -> Any:
         """A launch that runs all blocks at once, in this thread."""
         function = library(specialisation).run
-        packed = struct.Struct(f"={pointers}Q")
 
         def launch(addresses: Sequence[int]) -> None:
             self.launches += 1
-            block = Block.of(packed.pack(*addresses) + constants, (0,))
+            block = Block.of(template, (0,))
+            for place, address in zip(places, addresses, strict=True):
+                block.words[place // 8] = address
             function(ctypes.c_uint(grid), ctypes.c_uint(threads), ctypes.c_void_p(block.address))
 
         return launch
