@@ -30,8 +30,8 @@ static PyObject *name_data_ptr, *name_numel, *name_view, *zero;
 /* ---- tensors ------------------------------------------------------------------------------- */
 
 /* Where an object of exactly this type holds its at::Tensor, which torch's stable C interface
-   takes a pointer to. Without a type the tensors' methods are called: 80 ns for a data_ptr()
-   against 6. */
+   takes a pointer to. Without a type the tensors' methods are called, which costs a call with four
+   buffers 1.2 microseconds, as much as all else of it but the allocations and the launch. */
 static struct {
     PyTypeObject *type;
     Py_ssize_t offset;

@@ -121,17 +121,30 @@ def fast_allocation() -> Callable[..., torch.Tensor] | None:
 class Block(NamedTuple):
     """Memory of one launch's parameters, and the array of their addresses that the driver takes."""
 
-    words: array.array[int]
+    memory: array.array[int]
     address: int
     addresses: ctypes.Array[ctypes.c_void_p]
 
     @classmethod
-    def of(cls, template: bytes, offsets: Sequence[int]) -> Block:
+    def of(cls, parameters: bytes, offsets: Sequence[int]) -> Block:
         """A block with this content, whose parameters start at these offsets."""
-        words = array.array("Q", template)
-        start, _ = words.buffer_info()
+        memory = array.array("Q", parameters)
+        start, _ = memory.buffer_info()
         addresses = (ctypes.c_void_p * len(offsets))(*(start + offset for offset in offsets))
-        return cls(words, ctypes.addressof(addresses), addresses)
+        return cls(memory, ctypes.addressof(addresses), addresses)
+
+
+@functools.cache
+def writer(places: tuple[int, ...]) -> Callable[[array.array[int], Sequence[int]], None]:
+    """A function that writes addresses to these places of a block's memory.
+
+    It is generated as one assignment: 0.4 microseconds for nine addresses, against 1.1 in a loop,
+    and 0.3 for packing them where they follow one another.
+    """
+    targets = "".join(f"memory[{place // 8}], " for place in places)
+    scope: dict[str, Any] = {}
+    exec(f"def write(memory, addresses):\n    {targets} = addresses", scope)
+    return scope["write"]  # type: ignore[no-any-return]
 
 
 class Launch:
@@ -146,8 +159,8 @@ class Launch:
         threads: threads per block.
         shared_bytes: dynamic shared memory.
         device: number of the device.
-        template: the bytes of a block, a multiple of 8, with anything where addresses belong.
-        places: where in a block each of a call's addresses belongs, multiples of 8.
+        parameters: content of a block, a multiple of 8 bytes; its addresses may be anything.
+        places: where in a block each address that a call brings goes, multiples of 8.
         offsets: where in a block each parameter of the function starts.
         keep: objects that must live as long as the function.
     """
@@ -159,7 +172,7 @@ class Launch:
         threads: int,
         shared_bytes: int,
         device: int,
-        template: bytes,
+        parameters: bytes,
         places: Sequence[int],
         offsets: Sequence[int],
         keep: Any = None,
@@ -169,24 +182,18 @@ class Launch:
         self.threads = threads
         self.shared_bytes = shared_bytes
         self.device = device
-        self.template = template
+        self.parameters = parameters
         self.places = tuple(places)
         self.offsets = tuple(offsets)
+        self.write = writer(self.places)
         self.pool: list[Block] = []
-        # In words: to store nine costs 0.1 microseconds more than to pack them one after another.
-        self._slots = tuple(place // 8 for place in places)
         # What a call needs, to be unpacked at once.
-        self.facts = (function, grid, threads, shared_bytes, self._slots, self.pool, self)
+        self.facts = (function, grid, threads, shared_bytes, self.write, self.pool, self)
         self._keep = keep
 
     def new_block(self) -> Block:
         """Another block of parameters, its constants in place."""
-        return Block.of(self.template, self.offsets)
-
-    def fill(self, block: Block, addresses: Sequence[int]) -> None:
-        """Write the addresses of a call into a block."""
-        for slot, address in zip(self._slots, addresses, strict=True):
-            block.words[slot] = address
+        return Block.of(self.parameters, self.offsets)
 
     def __call__(self, addresses: Sequence[int]) -> None:
         """Launch on torch's current stream of the device."""
@@ -197,7 +204,7 @@ class Launch:
             block = self.pool.pop()
         except IndexError:
             block = self.new_block()
-        self.fill(block, addresses)
+        self.write(block.memory, addresses)
         try:
             self._launch(block)
         except Exception as error:
@@ -217,7 +224,7 @@ class Launch:
             self.shared_bytes,
             self.device,
             current_stream,
-            self.template,
+            self.parameters,
             self.places,
             self.offsets,
             self,

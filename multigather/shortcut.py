@@ -415,8 +415,7 @@ def repeated_launch(
     )
     if addresses is not None:
         elsewhere = " or ".join(f"s{k} != {address}" for k, address in enumerate(addresses))
-    order = KernelRunner.order(request)
-    pointers = ["indices", *(f"{name}{k}" for k in order for name in "so")]
+    pointers = ", ".join(f"s{k}, o{k}.data_ptr()" for k in KernelRunner.order(request))
     lines = [
         *GUARDED,
         "    if words[0] != board.taken:",
@@ -428,17 +427,13 @@ def repeated_launch(
         *(f"    s{k} = b{k}.data_ptr()" for k in numbers),
         *([f"    if {elsewhere}:", "        return None"] if elsewhere else []),
         *allocating,
-        "    function, grid, threads, shared_bytes, slots, pool, launch = launches[count]",
+        "    function, grid, threads, shared_bytes, write, pool, launch = launches[count]",
         "    try:",
         "        block = pool.pop()",
         "    except IndexError:",
         "        block = launch.new_block()",
         "    memory, address, _ = block",
-        f"    ({', '.join(f'at{place}' for place in range(len(pointers)))},) = slots",
-        *(
-            f"    memory[at{place}] = {name if name[0] == 's' else f'{name}.data_ptr()'}"
-            for place, name in enumerate(pointers)
-        ),
+        f"    write(memory, (indices.data_ptr(), {pointers}))",
         "    try:",
         "        launch_kernel(",
         "            function, grid, 1, 1, threads, 1, 1, shared_bytes,",

@@ -450,11 +450,11 @@ def test_the_cuda_kernel_through_a_repeated_launch(
             grid: int,
             threads: int,
             device: torch.device,
-            template: bytes,
+            parameters: bytes,
             places: Sequence[int],
         ) -> Launch:
             libraries.append(library(specialisation))
-            return Launch(len(libraries), grid, threads, 0, 0, template, places, (0,))
+            return Launch(len(libraries), grid, threads, 0, 0, parameters, places, (0,))
 
     def work(function: int, grid: int, threads: int, parameters: Any) -> None:
         libraries[function - 1].run(ctypes.c_uint(grid), ctypes.c_uint(threads), parameters)

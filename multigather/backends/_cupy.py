@@ -228,12 +228,12 @@ class CudaBackend:
         grid: int,
         threads: int,
         device: torch.device,
-        template: bytes,
+        parameters: bytes,
         places: Sequence[int],
     ) -> Any:
         """The launch of a compiled variant; the structure is the function's only parameter."""
         function = _load(specialisation, device.index)
-        return Launch(function, grid, threads, 0, device.index, template, places, (0,))
+        return Launch(function, grid, threads, 0, device.index, parameters, places, (0,))
 
 
 def illegal(request: Request, config: CudaConfig) -> str | None:
@@ -312,9 +312,11 @@ def _launch_of(
         first += tiles[place]
     constants += struct.pack("=32xI20x", NO_TILE) * (capacity - len(numbers))
     pointers = 8 * (1 + 2 * len(numbers))
-    template = bytes(pointers) + constants
+    parameters = bytes(pointers) + constants
     places = range(0, pointers, 8)
-    return backend.launch_of(specialisation, grid, config.threads, request.device, template, places)
+    return backend.launch_of(
+        specialisation, grid, config.threads, request.device, parameters, places
+    )
 
 
 @functools.cache

@@ -103,7 +103,7 @@ def _floor(plan: Plan, buffers: Buffers, indices: torch.Tensor) -> Ways:
     for number in KernelRunner.order(request):
         addresses += (buffers[number].data_ptr(), outs[number].data_ptr())
     block = launch.new_block()
-    launch.fill(block, addresses)
+    launch.write(block.memory, addresses)
     raw = functools.partial(
         launch_function(), launch.function, launch.grid, 1, 1, launch.threads, 1, 1,
         launch.shared_bytes,

@@ -105,7 +105,7 @@ class HostCudaBackend(CudaBackend):
         grid: int,
         threads: int,
         device: torch.device,
-        template: bytes,
+        parameters: bytes,
         places: Sequence[int],
     ) -> Any:
         """A launch that runs all blocks at once, in this thread."""
@@ -113,9 +113,9 @@ class HostCudaBackend(CudaBackend):
 
         def launch(addresses: Sequence[int]) -> None:
             self.launches += 1
-            block = Block.of(template, (0,))
+            block = Block.of(parameters, (0,))
             for place, address in zip(places, addresses, strict=True):
-                block.words[place // 8] = address
+                block.memory[place // 8] = address
             function(ctypes.c_uint(grid), ctypes.c_uint(threads), ctypes.c_void_p(block.address))
 
         return launch
