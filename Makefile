@@ -29,10 +29,10 @@ lint: $(LINT_STAMP)  ## check style and types
 	$(VENV)/bin/mypy
 
 clean:  ## remove .venv, build output and caches
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info multigather/*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml constraints.txt tools/setup_venv.py
+$(STAMP): pyproject.toml setup.py multigather/_native.c constraints.txt tools/setup_venv.py
 	$(PYTHON) tools/setup_venv.py $(VENV) --extras test,demo
 	@touch $@
 

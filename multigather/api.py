@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.utils import _pytree as pytree
 
 from . import dispatch, faults
@@ -74,7 +75,9 @@ def gather(
             error is raised by the next call that can see it, or by `check`.
         UnsupportedError: the named backend cannot run this; the message says why.
     """
-    if torch.compiler.is_compiling():
+    # A third of the time of `is_compiling`, which also knows the graphs that are not made from
+    # bytecode: no guard lets their tensors pass, and `gather_checked` asks for them.
+    if is_dynamo_compiling():
         return _in_graph(indices, bufs, out, bounds, backend)
     if out is not None and bufs:
         results = _into_known(indices, bufs, out, bounds, backend)
@@ -131,7 +134,7 @@ def gather_checked(
         What `gather` returns; and the executable, if the call was so plain that a guard on the
         layouts of the indices and of the tensors among ``bufs`` is all that another one needs.
     """
-    if _dispatch_modes():
+    if is_compiling() or _dispatch_modes():
         return _in_graph(indices, bufs, out, bounds, backend), None
     leaves, spec = _flatten(bufs)
     tensors = [leaf for leaf in leaves if leaf is not None]

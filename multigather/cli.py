@@ -111,12 +111,15 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option(help="Draw the series into PNG files in this folder.")
     ] = None,
+    host: Annotated[
+        bool, typer.Option("--host", help="Only the host time of repeated calls and its floor.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Time workloads beside what people use today, after checking every byte."""
     from multigather.benchmark import command
 
-    sys.exit(command.main(device, workload or (), way or (), rounds, sweep, plot, as_json))
+    sys.exit(command.main(device, workload or (), way or (), rounds, sweep, plot, host, as_json))
 
 
 @app.command()

@@ -9,6 +9,7 @@ import torch
 
 import multigather
 
+from . import native
 from .cache.device import cpu_name
 
 
@@ -18,6 +19,7 @@ def facts() -> dict[str, str]:
         "multigather": multigather.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "native": native.description,
         "driver": _driver(),
         "gpu": _gpus(),
         "cpu": f"{cpu_name()}, {torch.get_num_threads()} threads",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.utils import _pytree as pytree
 
 from . import api
@@ -34,6 +35,7 @@ class Plan:
             isinstance(buf, torch.Tensor) for buf in bufs
         )
         self._shortcuts: dict[torch.dtype, Shortcut] = {}
+        self._latest: Shortcut | None = None
         self._into: dict[int, OutShortcut] = {}
         # Refuses what no gather could take, before the first indices come.
         first = self._tensors[0] if self._tensors else None
@@ -56,23 +58,24 @@ class Plan:
             ValueError: a buffer was resized, re-strided or moved since the plan was made.
             TypeError, ValueError, IndexError, UnsupportedError: as `multigather.gather`.
         """
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             return api.gather(
                 indices, *self._bufs, out=out, bounds=self._bounds, backend=self._backend
             )
-        if out is not None:
+        results: tuple[Any, ...] | None
+        if out is None:
+            # Mostly the indices are of the last call's type: to ask for it takes longer.
+            shortcut = self._latest
+            results = shortcut.run(indices, self._tensors) if shortcut is not None else None
+            if results is None:
+                results = self._run_another(indices)
+            if results is not None:
+                return results if self._flat else api.mirrored(results, self._leaves, self._spec)
+        else:
             known = self._into.get(id(out[0])) if isinstance(out, (tuple, list)) and out else None
             results = known.run(indices, self._tensors, out) if known is not None else None
             if results is not None:
                 return results
-        else:
-            shortcut = self._shortcuts.get(getattr(indices, "dtype", torch.bool))
-            if shortcut is not None:
-                results = shortcut.run(indices, self._tensors)
-                if results is not None:
-                    return (
-                        results if self._flat else api.mirrored(results, self._leaves, self._spec)
-                    )
         for number, (tensor, layout) in enumerate(zip(self._tensors, self._layouts, strict=True)):
             if _layout(tensor) != layout:
                 raise ValueError(
@@ -94,6 +97,14 @@ class Plan:
         """As `multigather.explain` for the plan's buffers."""
         return api.explain(indices, *self._bufs, bounds=self._bounds, backend=self._backend)
 
+    def _run_another(self, indices: Any) -> tuple[torch.Tensor, ...] | None:
+        """Run the shortcut for the indices' type, if it is not the latest."""
+        shortcut = self._shortcuts.get(getattr(indices, "dtype", torch.bool))
+        if shortcut is None or shortcut is self._latest:
+            return None
+        self._latest = shortcut
+        return shortcut.run(indices, self._tensors)
+
     def _learn(self, indices: torch.Tensor, executable: Any) -> None:
         shortcut = self._shortcuts.get(indices.dtype)
         if shortcut is None or not shortcut.check(indices, *self._tensors):
@@ -102,7 +113,7 @@ class Plan:
                 return
             addresses = tuple(tensor.data_ptr() for tensor in self._tensors)
             shortcut = Shortcut(check, executable, addresses)
-            self._shortcuts[indices.dtype] = shortcut
+            self._shortcuts[indices.dtype] = self._latest = shortcut
         shortcut.learn(indices.numel())
 
 

@@ -9,25 +9,28 @@ alive and is right whatever became of the tensors it was made from.
 
 The class is private to torch. Where it is missing or behaves unexpectedly, every call takes the
 long way, which is right too.
+
+What follows the guard exists twice, with the same checks in the same order: in the compiled
+extension `_native`, and as Python generated here for machines where that was not built.
 """
 
 from __future__ import annotations
 
-import struct
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from . import faults
+from . import faults, native
 from .backends._torch import Operation, SelectRunner
 from .backends.base import KernelRunner
 from .executable import Executable
 from .launch import (
-    Block,
     Launch,
     current_device,
     current_stream,
+    driver_address,
     fast_allocation,
     launch_function,
 )
@@ -53,7 +56,10 @@ GUARDED = (
 
 Check = Callable[..., bool]
 Run = Callable[[Any, Sequence[Any]], "tuple[torch.Tensor, ...] | None"]
-Facts = tuple[int, int, int, int, list[Block], Launch]  # as in `Launch.facts`
+RunInto = Callable[[Any, Sequence[Any], Sequence[Any]], "tuple[torch.Tensor, ...] | None"]
+# What a launch with some number of indices needs: `Launch.facts`, or for `_native` the launch and
+# the arguments of each output's allocation.
+Prepared = tuple[Any, ...]
 
 
 class Shortcut:
@@ -75,10 +81,12 @@ class Shortcut:
         self.check = check
         self.executable = executable
         self._addresses = addresses
-        self._launches: dict[int, Facts] = {}
-        run = None
+        self._launches: dict[int, Prepared] = {}
+        self._native = native_launches()
+        run: Run | None = None
         if executable.on_cuda:
-            run = repeated_launch(check, executable.request, self._launches, addresses)
+            repeated = native_launch if self._native else repeated_launch
+            run = repeated(check, executable.request, self._launches, addresses)
         self._operations: tuple[Operation, ...] = ()
         self._buckets: set[int] = set()
         self.run = run or self._run
@@ -93,14 +101,19 @@ class Shortcut:
         if launch is not None:
             if len(self._launches) >= KernelRunner.KEPT:
                 self._launches.clear()
-            self._launches[count] = launch.facts
+            self._launches[count] = (
+                (launch.native, allocations(self.executable.request, count))
+                if self._native
+                else launch.facts
+            )
 
     def _learn_operations(self, runner: SelectRunner, bucket: int) -> None:
         """Take over the torch operations of a call on a CPU, if all sizes use the same."""
         operations = runner.operations()
         if operations and not self._operations:
             self._operations = operations
-            self.run = repeated_select(
+            repeated = repeated_select if native.extension is None else native.extension.Select
+            self.run = repeated(
                 self.check, operations, self._buckets, self._failed, self._addresses
             )
         if operations != self._operations:
@@ -145,6 +158,10 @@ class OutShortcut:
         buffers: its buffers.
         outs: its outputs.
         executable: what gathers.
+
+    Attributes:
+        run: takes (indices, buffers, outs) and gathers into the outputs; or returns None, having
+            done nothing, if this call must be checked anew.
     """
 
     def __init__(
@@ -167,11 +184,33 @@ class OutShortcut:
             if self._launch is None:
                 self._runner = None
         self._order = KernelRunner.order(executable.request)
+        self.run: RunInto = self._run
+        if self._check is not None and self._launch is not None and native_launches():
+            self.run = self._native_run(indices.itemsize)
 
-    def run(
+    def _native_run(self, index_bytes: int) -> RunInto:
+        """`_run` for the launch, compiled; where another device is current, `_run` itself."""
+        assert native.extension is not None
+        assert self._launch is not None
+        device = self._executable.request.device
+        return native.extension.LaunchInto(  # type: ignore[no-any-return]
+            self._check,
+            self._launch.native,
+            current_device,
+            device.index,
+            faults.board_of(device).address,
+            functools.partial(faults.raise_pending, device),
+            self._run,
+            self._count,
+            index_bytes,
+            self._addresses,
+            [address for extent in self._extents for address in extent],
+            places_of(self._executable.request),
+        )
+
+    def _run(
         self, indices: Any, buffers: Sequence[Any], outs: Sequence[Any]
     ) -> tuple[torch.Tensor, ...] | None:
-        """Gather into the outputs; None, having done nothing, if this call must be checked anew."""
         if self._check is None or self._runner is None:
             return None
         try:
@@ -270,10 +309,63 @@ def repeated_select(
     return scope["run"]  # type: ignore[no-any-return]
 
 
+def native_launches() -> bool:
+    """Whether `_native` can launch here."""
+    return native.extension is not None and driver_address() != 0
+
+
+def places_of(request: Request) -> list[int]:
+    """Which place in a launch's order each field of a request has."""
+    order = KernelRunner.order(request)
+    return [order.index(number) for number in range(len(order))]
+
+
+def allocations(request: Request, count: int) -> tuple[tuple[Any, ...], ...]:
+    """Arguments of `fast_allocation` for each output of so many indices."""
+    found = []
+    for field in request.fields:
+        strides = [1]
+        for size in reversed(field.row_shape):
+            strides.insert(0, strides[0] * max(size, 1))
+        found.append(((count, *field.row_shape), tuple(strides), field.dtype))
+    return tuple(found)
+
+
+def native_launch(
+    check: Check,
+    request: Request,
+    launches: dict[int, Prepared],
+    addresses: tuple[int, ...] | None = None,
+) -> Run | None:
+    """`repeated_launch`, compiled; ``launches`` has each launch's `Launch.native` and allocations.
+
+    What generated code has as constants stands in arrays here: a buffer's address, as far as a
+    mask says, must be a value.
+    """
+    assert native.extension is not None
+    empty = fast_allocation()
+    if empty is None:
+        return None
+    device = request.device
+    masks = [field.alignment - 1 for field in request.fields]
+    return native.extension.LaunchNew(  # type: ignore[no-any-return]
+        check,
+        launches,
+        empty,
+        current_device,
+        device.index,
+        faults.board_of(device).address,
+        functools.partial(faults.raise_pending, device),
+        masks if addresses is None else [2**64 - 1] * len(masks),
+        addresses or [0] * len(masks),
+        places_of(request),
+    )
+
+
 def repeated_launch(
     check: Check,
     request: Request,
-    launches: dict[int, Facts],
+    launches: dict[int, Prepared],
     addresses: tuple[int, ...] | None = None,
 ) -> Run | None:
     """`Shortcut.run` for a GPU, generated for the request's buffers.
@@ -284,7 +376,8 @@ def repeated_launch(
     Args:
         check: guard for the layout of ``(indices, *buffers)``.
         request: the gather.
-        launches: launches into new outputs from contiguous indices, by the number of indices.
+        launches: `Launch.facts` of launches into new outputs from contiguous indices, by the number
+            of indices.
         addresses: of the buffers, if it is for buffers at these addresses only.
 
     Returns:
@@ -294,33 +387,29 @@ def repeated_launch(
     if empty is None:
         return None
     numbers = range(len(request.fields))
+    board = faults.board_of(request.device)
     scope: dict[str, Any] = {
         "check": check,
         "launches": launches,
         "device": request.device.index,
-        "pack": struct.Struct(f"={1 + 2 * len(numbers)}Q").pack_into,
         "empty": empty,
         "current_device": current_device,
         "current_stream": current_stream,
         "launch_kernel": launch_function(),
-        "board": faults.board_of(request.device),
-        "words": faults.board_of(request.device).words,
+        "board": board,
+        "words": board.words,
         "raise_pending": faults.raise_pending,
     }
     # A guard does not know addresses, and the copy units depend on their alignment.
     checks: dict[int, list[str]] = {}
-    allocations = []
-    for k, field in enumerate(request.fields):
+    allocating = []
+    for k, (field, (size, stride, dtype)) in enumerate(
+        zip(request.fields, allocations(request, 0), strict=True)
+    ):
         checks.setdefault(field.alignment - 1, []).append(f"s{k}")
-        stride = 1
-        strides: list[int] = []
-        for size in reversed(field.row_shape):
-            strides.insert(0, stride)
-            stride *= max(size, 1)
-        sizes = "".join(f", {size}" for size in field.row_shape)
-        scope[f"strides{k}"] = (stride, *strides)
-        scope[f"dtype{k}"] = field.dtype
-        allocations.append(f"    o{k} = empty((count{sizes},), strides{k}, dtype{k})")
+        scope |= {f"stride{k}": stride, f"dtype{k}": dtype}
+        sizes = "".join(f", {each}" for each in size[1:])
+        allocating.append(f"    o{k} = empty((count{sizes},), stride{k}, dtype{k})")
     elsewhere = " or ".join(
         f"({' | '.join(names)}) & {mask}" for mask, names in checks.items() if mask
     )
@@ -337,14 +426,14 @@ def repeated_launch(
         f"    ({', '.join(f'b{k}' for k in numbers)},) = buffers",
         *(f"    s{k} = b{k}.data_ptr()" for k in numbers),
         *([f"    if {elsewhere}:", "        return None"] if elsewhere else []),
-        *allocations,
-        "    function, grid, threads, shared_bytes, pool, launch = launches[count]",
+        *allocating,
+        "    function, grid, threads, shared_bytes, write, pool, launch = launches[count]",
         "    try:",
         "        block = pool.pop()",
         "    except IndexError:",
         "        block = launch.new_block()",
         "    memory, address, _ = block",
-        f"    pack(memory, 0, indices.data_ptr(), {pointers})",
+        f"    write(memory, (indices.data_ptr(), {pointers}))",
         "    try:",
         "        launch_kernel(",
         "            function, grid, 1, 1, threads, 1, 1, shared_bytes,",

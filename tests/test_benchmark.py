@@ -12,8 +12,8 @@ import torch
 from conftest import HAVE_GPU
 from typer.testing import CliRunner
 
-from multigather import cli
-from multigather.benchmark import plots, report, run, seed_kernel, sweep, ways, workloads
+from multigather import cli, native
+from multigather.benchmark import host, plots, report, run, seed_kernel, sweep, ways, workloads
 from multigather.benchmark.ways import OURS, Way
 
 CPU = torch.device("cpu")
@@ -158,10 +158,35 @@ def test_the_whole_command(tiny: None, tmp_path: Path) -> None:
     assert "index_select" not in output
 
 
+def test_host_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "BUFFERS", (1, 3))
+    status, output = bench("--device", "cpu", "--rounds", "2", "--host", "--json")
+    assert status == 0
+    found = json.loads(output)
+    assert [each["buffers"] for each in found["host"]] == [1, 3]
+    ours = {"gather", "plan", "plan, out="}
+    if native.extension is not None:
+        ours |= {f"{name}, generated" for name in ours}
+    for each in (*(each["host_us"] for each in found["host"]), found["host_us_per_buffer"]):
+        assert set(each) == {"floor", "b[idx]", *ours}
+    status, output = bench("--device", "cpu", "--rounds", "2", "--host")
+    assert status == 0
+    assert "b[idx] / floor" in output
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAVE_GPU, reason="torch sees no CUDA device")
+def test_host_time_on_a_gpu() -> None:
+    """The parts of the floor launch what a plan launches, so they can be compared."""
+    found = host.measure(4, torch.device("cuda", 0), 2)
+    assert {"raw launch", "fast empties", "floor", "gather", "plan", "plan, out="} <= set(found)
+
+
 def test_wrong_options(tmp_path: Path) -> None:
     assert bench("--device", "cpu", "--way", "numpy")[0] == 2
     assert bench("--device", "cpu", "--workload", "nothing")[0] == 2
     assert bench("--device", "cpu", "--plot", tmp_path)[0] == 2
+    assert bench("--device", "cpu", "--host", "--sweep")[0] == 2
     with pytest.raises(ValueError, match="without --sweep"):
         plots.draw({"measurements": []}, tmp_path, "x")
 

@@ -14,7 +14,7 @@ from cases import Slab, assert_gathered
 from conftest import HAVE_GPU
 
 import multigather
-from multigather import api, launch, shortcut
+from multigather import api, launch, native, shortcut
 from multigather.backends import _triton
 
 
@@ -48,8 +48,39 @@ def test_every_rung_launches(rung: Any, backend: str, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(launch, "launch_function", lambda: counted)
     monkeypatch.setattr(shortcut, "launch_function", lambda: counted)
-    gather_twice(backend)
+    with native.without():
+        gather_twice(backend)
     assert len(calls) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAVE_GPU, reason="torch sees no CUDA device")
+@pytest.mark.skipif(native.extension is None, reason=native.description)
+@pytest.mark.parametrize("backend", ["cupy", "triton"])
+def test_the_extension_launches_repeated_calls(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the first call no rung of the ladder is used any more, by gather, plan or out=."""
+    function, calls = launch.launch_function(), []
+
+    def counted(*arguments: int) -> None:
+        calls.append(arguments)
+        function(*arguments)
+
+    monkeypatch.setattr(launch, "launch_function", lambda: counted)
+    gather_twice(backend)
+    assert len(calls) == 1
+    slab = Slab(9, (5,), torch.float32, "cuda")
+    plan = multigather.plan(slab.tensor, backend=backend)
+    indices = torch.tensor([8, 0, -1], device="cuda")
+    out = plan(indices)
+    plan(indices, out=out)
+    calls.clear()
+    for _ in range(3):
+        out[0].zero_()
+        assert_gathered(plan(indices)[0], indices, slab.tensor)
+        assert_gathered(plan(indices, out=out)[0], indices, slab.tensor)
+    assert not calls
 
 
 @pytest.mark.gpu
@@ -66,10 +97,10 @@ def test_a_refused_launch_is_an_error(rung: Any) -> None:
     api.forget()
     multigather.gather(indices, slab.tensor, backend="cupy")
     (known,) = api._shortcuts.values()
-    (facts,) = known._launches.values()
-    block = facts[5].new_block()
+    prepared = known.executable.runners[0].launch(1)
+    block = prepared.new_block()
     with pytest.raises(Exception, match="INVALID_VALUE"):
-        function(facts[0], 1, 1, 1, 4096, 1, 1, 0, 0, block.address, 0)
+        function(prepared.function, 1, 1, 1, 4096, 1, 1, 0, 0, block.address, 0)
     gather_twice("cupy")
 
 

@@ -13,31 +13,39 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("multigather", "kernels", "tuning_cache", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = (
+    *("multigather", "kernels", "tuning_cache"),
+    *("pyproject.toml", "setup.py", "README.md", "LICENSE"),
+)
 
 
-def run(*command, cwd, **options):
+def run(*command, cwd, **variables):
     """Run a command without this environment's PYTHONPATH; return what it printed."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, **options
+        command, cwd=cwd, env=environment | variables, capture_output=True, text=True
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel, built from the source distribution as an index would offer it."""
+def source(tmp_path_factory):
+    """A copy of what a distribution is made from, because building leaves files beside it."""
     pytest.importorskip("build")
     source = tmp_path_factory.mktemp("source")
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(
-                ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
-            )
+            shutil.copytree(ROOT / name, source / name, ignore=ignored)
         else:
             shutil.copy(ROOT / name, source)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory):
+    """The wheel, built from the source distribution as an index would offer it."""
     dist = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", dist, source, cwd=dist)
     (built,) = dist.glob("*.whl")
@@ -67,6 +75,7 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel):
         f"{package}/{path.relative_to(ROOT / folder)}"
         for folder, package, pattern in [
             ("multigather", "multigather", "**/*.py"),
+            ("multigather", "multigather", "*.pyi"),
             ("multigather", "multigather", "py.typed"),
             ("kernels", "multigather/kernels", "*.py"),
             ("kernels", "multigather/kernels", "*.cu"),
@@ -81,8 +90,26 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel):
         "multigather/kernels/gather_triton.py",
         "multigather/tuning_cache/default.json",
     } <= expected
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {name for name in names if ".dist-info/" not in name} == expected
+    assert files_in(wheel) - extensions_in(wheel) == expected
+    assert len(extensions_in(wheel)) == (shutil.which("gcc") is not None)
+
+
+def files_in(wheel):
+    """Names of the files that a wheel installs."""
+    return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+
+
+def extensions_in(wheel):
+    """Those of them that are compiled."""
+    return {name for name in files_in(wheel) if re.match(r"multigather/_native\..*(so|pyd)$", name)}
+
+
+def test_a_wheel_is_built_without_a_compiler(wheel, source, tmp_path):
+    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path]
+    run(*command, source, cwd=tmp_path, CC="/nonexistent/cc")
+    (built,) = tmp_path.glob("*.whl")
+    assert not extensions_in(built)
+    assert files_in(built) == files_in(wheel) - extensions_in(wheel)
 
 
 def test_wheel_metadata(wheel):
@@ -106,7 +133,7 @@ def test_wheel_metadata(wheel):
     }  # fmt: skip
 
 
-def test_installed_wheel_gathers_outside_the_checkout(clean, tmp_path):
+def test_installed_wheel_gathers_outside_the_checkout(clean, wheel, tmp_path):
     script = """
 import importlib.metadata, importlib.resources, json
 import torch
@@ -124,6 +151,7 @@ print(json.dumps({
     "versions": [mg.__version__, importlib.metadata.version("multigather-kernels")],
     "rows": [row.tolist() for row in rows],
     "explanation": str(mg.explain(torch.tensor([2]), *buffers)),
+    "native": mg.native.extension and mg.native.extension.__file__,
 }))
 """
     found = json.loads(run(clean / "bin" / "python", "-c", script, cwd=tmp_path))
@@ -134,6 +162,9 @@ print(json.dumps({
     assert found["versions"][0] == found["versions"][1]
     assert found["rows"] == [[[[4.0, 5.0], [0.0, 1.0]]], [[7, 5]]]
     assert "torch" in found["explanation"]
+    assert bool(found["native"]) == bool(extensions_in(wheel))
+    if found["native"]:
+        assert Path(found["native"]).is_relative_to(clean)
 
 
 def test_installed_commands(clean, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,21 @@ from cases import Slab, assert_gathered
 from conftest import Target
 
 import multigather
-from multigather import api, shortcut
+from multigather import api, native, shortcut
+
+
+@pytest.fixture(params=["native", "generated"], autouse=True)
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test learns its repeated calls once compiled and once generated."""
+    if request.param == "native":
+        if native.extension is None:
+            pytest.skip(native.description)
+        yield
+        return
+    api.forget()
+    with native.without():
+        yield
+    api.forget()
 
 
 def buffers(target: Target) -> list[torch.Tensor]:

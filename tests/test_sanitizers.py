@@ -1,7 +1,8 @@
-"""The CUDA source, run on the CPU under the address and undefined-behaviour sanitizers.
+"""Our C and CUDA code, run on the CPU under the address and undefined-behaviour sanitizers.
 
-The tests of the target ``cuda-source-on-cpu`` run again, in processes of their own that have the
-sanitizers' runtime loaded before anything else; the kernel is built with their checks (cuda_host).
+The tests of the target ``cuda-source-on-cpu``, and those of repeated calls, run again, in processes
+of their own that have the sanitizers' runtime loaded before anything else; the kernel (cuda_host)
+and the extension are built with their checks.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -102,6 +104,45 @@ def test_no_sanitizer_reports_anything(file: str, outcomes: dict[str, Future[Out
     (suite,) = ElementTree.parse(results).getroot().iter("testsuite")
     assert suite.get("failures") == suite.get("errors") == "0"
     assert int(suite.get("tests", 0)) - int(suite.get("skipped", 0)) >= FILES[file]
+
+
+# Puts an extension in the place of the installed one, then runs the tests.
+NATIVE = """
+import importlib.util
+import sys
+import pytest
+spec = importlib.util.spec_from_file_location("multigather._native", sys.argv[1])
+sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules[spec.name])
+sys.exit(pytest.main(sys.argv[2:]))
+"""
+
+
+def test_no_sanitizer_reports_anything_of_the_extension(tmp_path: Path) -> None:
+    """No access outside an object, no undefined behaviour, and no warning."""
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        pytest.skip("Python.h is not here")
+    built = tmp_path / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    command = [
+        *("gcc", "-std=c11", "-shared", "-fPIC", "-g1", "-O1", "-Wall", "-Wextra", "-Werror"),
+        *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+        f"-I{sysconfig.get_paths()['include']}",
+        *(str(HERE.parent / "multigather" / "_native.c"), "-o", str(built)),
+    ]
+    compiled = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert compiled.returncode == 0, compiled.stderr
+    results = tmp_path / "results.xml"
+    done = run(
+        *("-c", NATIVE, str(built), "-q", "-p", "no:cacheprovider", "--capture=sys"),
+        *("-k", "native and not leaked", f"--junitxml={results}", f"--basetemp={tmp_path / 'tmp'}"),
+        str(HERE / "test_shortcut.py"),
+    )
+    assert "Sanitizer" not in done.stderr, done.stderr
+    assert "runtime error" not in done.stderr, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    (suite,) = ElementTree.parse(results).getroot().iter("testsuite")
+    assert suite.get("failures") == suite.get("errors") == suite.get("skipped") == "0"
+    assert int(suite.get("tests", 0)) > 90
 
 
 # Scripts for Python; VALUE is replaced.

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -95,18 +96,23 @@ print(json.dumps([
     str(importlib.resources.files("multigather.kernels") / "gather.cu"),
     mg.gather(torch.tensor([1]), torch.tensor([3, 4]))[0].tolist(),
     mg.__version__,
+    mg.native.extension and mg.native.extension.__file__,
 ]))
 """
     environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    package, kernel, rows, version = json.loads(done.stdout)
+    package, kernel, rows, version, extension = json.loads(done.stdout)
     assert Path(package).is_relative_to(site)
     assert Path(kernel).is_relative_to(site)
     assert Path(kernel).is_file()
     assert rows == [4]
     assert version == multigather.__version__
+    if how == "by copying":
+        assert extension is None
+    elif shutil.which("gcc"):
+        assert Path(extension).is_relative_to(site)
 
 
 def test_gpu_check_names_what_is_missing(monkeypatch, capsys):

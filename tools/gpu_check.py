@@ -42,18 +42,19 @@ REQUIRED = ("torch", "pytest")
 def install(site: Path, python: str = sys.executable) -> str:
     """Install this package into the folder ``site`` with the pip of ``python``; return how.
 
-    pip does it where it works. Where pip or a recent setuptools is missing, the folders are copied
-    to where pip would put them.
+    pip does it where it works, and builds the compiled extension if there is a compiler. Where pip
+    or a recent setuptools is missing, the folders are copied to where pip would put them, without
+    the extension.
     """
     with tempfile.TemporaryDirectory() as folder:
         # A copy, because building leaves files in the source tree.
         source = Path(folder, "source")
         source.mkdir()
         for name in ("multigather", "kernels", "tuning_cache"):
-            shutil.copytree(
-                ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
-            )
-        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            # An extension that was built in the checkout may be older than its source.
+            ignored = shutil.ignore_patterns("__pycache__", "*.so")
+            shutil.copytree(ROOT / name, source / name, ignore=ignored)
+        for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, source)
         flags = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet", "--target", site]
         command = [python, "-m", "pip", "install", *flags, source]

@@ -86,6 +86,7 @@ def main() -> None:
     reports = [
         json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks").glob("*.json"))
     ]
+    reports = [report for report in reports if "measurements" in report]  # not of --host
     reports.sort(key=lambda report: report["device"] == "cpu")
     text = "\n\n".join(section(report) for report in reports)
     readme = ROOT / "README.md"

@@ -292,8 +292,8 @@ def _compile(
         threads,
         shared,
         device.index,
-        bytes(8 * len(names)) + bytes(constants),
-        range(0, 8 * len(names), 8),
+        bytes(8 * len(names)) + constants,
+        list(place.values()),
         offsets,
         compiled,
     )

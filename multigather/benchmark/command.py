@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from . import plots
+from . import host, plots
 from .report import show
 from .run import MismatchError, run
 from .ways import named
@@ -23,6 +23,7 @@ def main(
     rounds: int,
     sweep: bool,
     plot: Path | None,
+    only_host: bool,
     as_json: bool,
 ) -> int:
     """See the help of ``multigather bench``; 1 if a way is wrong, 2 for wrong options."""
@@ -30,18 +31,19 @@ def main(
     wanted = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if wanted.type == "cuda" and wanted.index is None:
         wanted = torch.device("cuda", torch.cuda.current_device())
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
     try:
         if plot is not None and not sweep:
             raise ValueError("--plot draws what --sweep measures; add --sweep")
-        report = run(
-            wanted,
-            names,
-            named(ways, wanted),
-            rounds,
-            sweep,
-            sys.argv[2:],
-            lambda text: print(text, file=sys.stderr, flush=True),
-        )
+        if only_host and (names or ways or sweep):
+            raise ValueError("--host measures its own gathers, without workloads, ways and sweep")
+        if only_host:
+            report = host.run(wanted, rounds, sys.argv[2:], say)
+        else:
+            report = run(wanted, names, named(ways, wanted), rounds, sweep, sys.argv[2:], say)
     except (MismatchError, ValueError) as error:
         errors.print(f"multigather bench: {error}", markup=False)
         return 1 if isinstance(error, MismatchError) else 2
@@ -56,5 +58,6 @@ def main(
         print(json.dumps(report, indent=1))
     else:
         # A table that is piped into a file is not cut to the 80 columns that rich then assumes.
-        show(report, Console() if sys.stdout.isatty() else Console(width=200))
+        console = Console() if sys.stdout.isatty() else Console(width=200)
+        (host.show if only_host else show)(report, console)
     return 0

@@ -15,7 +15,6 @@ import functools
 import hashlib
 import os
 import shutil
-import struct
 import subprocess
 from collections.abc import Sequence
 from importlib import resources
@@ -115,7 +114,7 @@ class HostCudaBackend(CudaBackend):
             self.launches += 1
             block = Block.of(parameters, (0,))
             for place, address in zip(places, addresses, strict=True):
-                struct.pack_into("=Q", block.memory, place, address)
+                block.memory[place // 8] = address
             function(ctypes.c_uint(grid), ctypes.c_uint(threads), ctypes.c_void_p(block.address))
 
         return launch

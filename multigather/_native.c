@@ -1,0 +1,921 @@
+/* The repeated call of a gather, from the check of its tensors to its outputs.
+
+   What shortcut.py generates as Python, and what it falls back to: the order of the checks and
+   what they mean are written there. Nothing of torch is included or linked. Its functions come as
+   Python objects, the driver's launch and two functions of torch's stable C interface as
+   addresses, see native.py.
+
+   Nothing changes an object of this file, so any number of threads may use one: a launch's
+   parameters are put together on the caller's stack. That is also why no type has a tp_clear, as
+   tuples have none: what makes a cycle is an object outside that was changed later. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+/* cuLaunchKernel: function, grid, block, shared bytes, stream, parameters, extra. */
+typedef int (*driver_launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                             unsigned, void *, void **, void **);
+typedef int32_t (*tensor_address)(void *, void **);
+typedef int32_t (*tensor_numel)(void *, int64_t *);
+
+/* What fits on the stack: all parameters on a driver before CUDA 12.1, and those of a Triton
+   kernel with as many buffers as it takes. More is taken from the heap. */
+enum { SMALL_BLOCK = 4096, SMALL_PARAMETERS = 512 };
+
+static PyObject *name_data_ptr, *name_numel, *name_view, *zero;
+
+/* ---- tensors ------------------------------------------------------------------------------- */
+
+/* Where an object of exactly this type holds its at::Tensor, which torch's stable C interface
+   takes a pointer to. Without a type the tensors' methods are called, which costs a call with four
+   buffers 1.2 microseconds, as much as all else of it but the allocations and the launch. */
+static struct {
+    PyTypeObject *type;
+    Py_ssize_t offset;
+    tensor_address address;
+    tensor_numel numel;
+} layout;
+
+static void *held_tensor(PyObject *object)
+{
+    return Py_TYPE(object) == layout.type ? (char *)object + layout.offset : NULL;
+}
+
+static int address_of(PyObject *tensor, uint64_t *address)
+{
+    void *held = held_tensor(tensor), *data;
+    if (held != NULL && layout.address(held, &data) == 0) {
+        *address = (uint64_t)(uintptr_t)data;
+        return 0;
+    }
+    PyObject *number = PyObject_CallMethodNoArgs(tensor, name_data_ptr);
+    if (number == NULL)
+        return -1;
+    *address = PyLong_AsUnsignedLongLong(number);
+    Py_DECREF(number);
+    return *address == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
+}
+
+static int numel_of(PyObject *tensor, int64_t *numel)
+{
+    void *held = held_tensor(tensor);
+    if (held != NULL && layout.numel(held, numel) == 0)
+        return 0;
+    PyObject *number = PyObject_CallMethodNoArgs(tensor, name_numel);
+    if (number == NULL)
+        return -1;
+    *numel = PyLong_AsLongLong(number);
+    Py_DECREF(number);
+    return *numel == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+static PyObject *read_tensors(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    PyObject *type;
+    Py_ssize_t offset;
+    unsigned long long address, numel;
+    if (!PyArg_ParseTuple(arguments, "OnKK:read_tensors", &type, &offset, &address, &numel))
+        return NULL;
+    if (type != Py_None && !PyType_Check(type))
+        return PyErr_Format(PyExc_TypeError, "a type or None is needed, not %R", type);
+    layout.offset = offset;
+    layout.address = (tensor_address)(uintptr_t)address;
+    layout.numel = (tensor_numel)(uintptr_t)numel;
+    PyTypeObject *before = layout.type;
+    layout.type = type == Py_None ? NULL : (PyTypeObject *)Py_NewRef(type);
+    Py_XDECREF(before);
+    Py_RETURN_NONE;
+}
+
+static PyObject *facts_of(PyObject *Py_UNUSED(module), PyObject *tensor)
+{
+    uint64_t address;
+    int64_t numel;
+    if (address_of(tensor, &address) < 0 || numel_of(tensor, &numel) < 0)
+        return NULL;
+    return Py_BuildValue("KL", (unsigned long long)address, (long long)numel);
+}
+
+/* ---- what the calls share ------------------------------------------------------------------ */
+
+/* Put the tensors of a call into one new tuple for its guard. Returns 1, or 0 without one if they
+   are not as many as they should be, or -1 with an error. */
+static int tensors_of(PyObject *indices, PyObject *const *groups, Py_ssize_t count,
+                      Py_ssize_t each, PyObject **tensors)
+{
+    PyObject *tuple = PyTuple_New(1 + count * each);
+    if (tuple == NULL)
+        return -1;
+    PyTuple_SET_ITEM(tuple, 0, Py_NewRef(indices));
+    for (Py_ssize_t group = 0; group < count; group++) {
+        PyObject *items = PySequence_Fast(groups[group], "tensors are needed");
+        if (items == NULL || PySequence_Fast_GET_SIZE(items) != each) {
+            Py_XDECREF(items);
+            Py_DECREF(tuple);
+            if (items != NULL || PyErr_ExceptionMatches(PyExc_TypeError)) {
+                PyErr_Clear();
+                return 0;
+            }
+            return -1;
+        }
+        for (Py_ssize_t k = 0; k < each; k++)
+            PyTuple_SET_ITEM(tuple, 1 + group * each + k,
+                             Py_NewRef(PySequence_Fast_GET_ITEM(items, k)));
+        Py_DECREF(items);
+    }
+    *tensors = tuple;
+    return 1;
+}
+
+/* Whether the guard lets the tensors pass: 1, 0, or -1 with an error. What is no tensor, which a
+   guard says by a TypeError, does not. */
+static int passes(PyObject *check, PyObject *tensors)
+{
+    PyObject *answer = PyObject_Call(check, tensors, NULL);
+    if (answer == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_TypeError))
+            return -1;
+        PyErr_Clear();
+        return 0;
+    }
+    int truth = answer == Py_True ? 1 : PyObject_IsTrue(answer);
+    Py_DECREF(answer);
+    return truth;
+}
+
+/* `tensors_of`, then `passes`. */
+static int guarded(PyObject *check, PyObject *indices, PyObject *const *groups, Py_ssize_t count,
+                   Py_ssize_t each, PyObject **tensors)
+{
+    int known = tensors_of(indices, groups, count, each, tensors);
+    if (known == 1) {
+        known = passes(check, *tensors);
+        if (known != 1)
+            Py_CLEAR(*tensors);
+    }
+    return known;
+}
+
+/* Compare the tickets that kernels took with those that the host has reported: words 0 and 1 of
+   the device's fault board (faults.py), host memory that kernels write to. */
+static int raise_pending(const volatile uint64_t *board, PyObject *raise)
+{
+    if (board[0] == board[1])
+        return 0;
+    PyObject *nothing = PyObject_CallNoArgs(raise);
+    Py_XDECREF(nothing);
+    return nothing == NULL ? -1 : 0;
+}
+
+/* Whether the current device is the one wanted: 1, 0, or -1 with an error. */
+static int on_device(PyObject *current_device, long device)
+{
+    PyObject *number = PyObject_CallNoArgs(current_device);
+    if (number == NULL)
+        return -1;
+    long current = PyLong_AsLong(number);
+    Py_DECREF(number);
+    if (current == -1 && PyErr_Occurred())
+        return -1;
+    return current == device;
+}
+
+/* An array of unsigned 64-bit numbers from a sequence; NULL with an error. */
+static uint64_t *numbers_of(PyObject *sequence, Py_ssize_t *count)
+{
+    PyObject *items = PySequence_Fast(sequence, "a sequence of integers is needed");
+    if (items == NULL)
+        return NULL;
+    *count = PySequence_Fast_GET_SIZE(items);
+    uint64_t *numbers = PyMem_New(uint64_t, *count + 1);
+    if (numbers == NULL)
+        PyErr_NoMemory();
+    for (Py_ssize_t k = 0; numbers != NULL && k < *count; k++) {
+        numbers[k] = PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(items, k));
+        if (numbers[k] == (uint64_t)-1 && PyErr_Occurred()) {
+            PyMem_Free(numbers);
+            numbers = NULL;
+        }
+    }
+    Py_DECREF(items);
+    return numbers;
+}
+
+/* ---- Launch -------------------------------------------------------------------------------- */
+
+/* launch.Launch: everything of a launch but the addresses of its tensors. */
+typedef struct {
+    PyObject_HEAD
+    driver_launch driver;
+    void *function;
+    unsigned grid, threads, shared_bytes;
+    Py_ssize_t size;
+    unsigned char *template;
+    Py_ssize_t place_count, offset_count;
+    uint64_t *places, *offsets;
+    PyObject *device, *current_stream, *otherwise;
+} Launch;
+
+/* Memory for one launch: its block of parameters, and their addresses. */
+typedef struct {
+    unsigned char *block;
+    void **parameters;
+    void *heap;
+    void *small_parameters[SMALL_PARAMETERS];
+    /* As the driver reads it: a structure's widest member is a pointer or a 64-bit integer. */
+    uint64_t small_block[SMALL_BLOCK / 8];
+} Memory;
+
+static int memory_for(const Launch *launch, Memory *memory)
+{
+    memory->block = (unsigned char *)memory->small_block;
+    memory->parameters = memory->small_parameters;
+    memory->heap = NULL;
+    if (launch->size > SMALL_BLOCK || launch->offset_count > SMALL_PARAMETERS) {
+        size_t pointers = (size_t)launch->offset_count * sizeof(void *);
+        memory->heap = PyMem_Malloc(pointers + (size_t)launch->size);
+        if (memory->heap == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        memory->parameters = memory->heap;
+        memory->block = (unsigned char *)memory->heap + pointers;
+    }
+    memcpy(memory->block, launch->template, (size_t)launch->size);
+    return 0;
+}
+
+static void put(const Launch *launch, Memory *memory, Py_ssize_t number, uint64_t address)
+{
+    memcpy(memory->block + launch->places[number], &address, sizeof address);
+}
+
+/* Launch in the ordinary way, which repeats what can be repeated and raises what cannot. */
+static int launch_otherwise(const Launch *launch, const Memory *memory)
+{
+    PyObject *addresses = PyList_New(launch->place_count);
+    if (addresses == NULL)
+        return -1;
+    for (Py_ssize_t k = 0; k < launch->place_count; k++) {
+        uint64_t address;
+        memcpy(&address, memory->block + launch->places[k], sizeof address);
+        PyObject *number = PyLong_FromUnsignedLongLong(address);
+        if (number == NULL) {
+            Py_DECREF(addresses);
+            return -1;
+        }
+        PyList_SET_ITEM(addresses, k, number);
+    }
+    PyObject *nothing = PyObject_CallOneArg(launch->otherwise, addresses);
+    Py_DECREF(addresses);
+    Py_XDECREF(nothing);
+    return nothing == NULL ? -1 : 0;
+}
+
+static int launch_now(const Launch *launch, Memory *memory)
+{
+    PyObject *number = PyObject_CallOneArg(launch->current_stream, launch->device);
+    if (number == NULL)
+        return -1;
+    void *stream = PyLong_AsVoidPtr(number);
+    Py_DECREF(number);
+    if (stream == NULL && PyErr_Occurred())
+        return -1;
+    for (Py_ssize_t k = 0; k < launch->offset_count; k++)
+        memory->parameters[k] = memory->block + launch->offsets[k];
+    int refused;
+    Py_BEGIN_ALLOW_THREADS
+    refused = launch->driver(launch->function, launch->grid, 1, 1, launch->threads, 1, 1,
+                             launch->shared_bytes, stream, memory->parameters, NULL);
+    Py_END_ALLOW_THREADS
+    return refused ? launch_otherwise(launch, memory) : 0;
+}
+
+static int Launch_traverse(Launch *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->device);
+    Py_VISIT(self->current_stream);
+    Py_VISIT(self->otherwise);
+    return 0;
+}
+
+static void Launch_dealloc(Launch *self)
+{
+    PyObject_GC_UnTrack(self);
+    Py_XDECREF(self->device);
+    Py_XDECREF(self->current_stream);
+    Py_XDECREF(self->otherwise);
+    PyMem_Free(self->template);
+    PyMem_Free(self->places);
+    PyMem_Free(self->offsets);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyObject *Launch_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
+{
+    static char *names[] = {"driver",         "function", "grid",   "threads", "shared_bytes",
+                            "device",         "current_stream", "template", "places", "offsets",
+                            "otherwise",      NULL};
+    unsigned long long driver, function;
+    unsigned grid, threads, shared_bytes;
+    PyObject *device, *current_stream, *places, *offsets, *otherwise;
+    const char *template;
+    Py_ssize_t size;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "KKIIIO!Oy#OOO:Launch", names, &driver,
+                                     &function, &grid, &threads, &shared_bytes, &PyLong_Type,
+                                     &device, &current_stream, &template, &size, &places, &offsets,
+                                     &otherwise))
+        return NULL;
+    if (driver == 0)
+        return PyErr_Format(PyExc_ValueError, "there is no driver to launch with");
+    Launch *self = (Launch *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->driver = (driver_launch)(uintptr_t)driver;
+    self->function = (void *)(uintptr_t)function;
+    self->grid = grid;
+    self->threads = threads;
+    self->shared_bytes = shared_bytes;
+    self->size = size;
+    self->device = Py_NewRef(device);
+    self->current_stream = Py_NewRef(current_stream);
+    self->otherwise = Py_NewRef(otherwise);
+    self->template = PyMem_Malloc((size_t)size + 1);
+    if (self->template == NULL)
+        PyErr_NoMemory();
+    else {
+        memcpy(self->template, template, (size_t)size);
+        self->places = numbers_of(places, &self->place_count);
+        if (self->places != NULL)
+            self->offsets = numbers_of(offsets, &self->offset_count);
+    }
+    if (self->offsets == NULL) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    for (Py_ssize_t k = 0; k < self->place_count + self->offset_count; k++) {
+        int place = k < self->place_count;
+        uint64_t start = place ? self->places[k] : self->offsets[k - self->place_count];
+        uint64_t room = place ? sizeof(uint64_t) : 0;
+        if (start > (uint64_t)size || (uint64_t)size - start < room) {
+            Py_DECREF(self);
+            return PyErr_Format(PyExc_ValueError, "a block of %zd bytes has no place at %llu",
+                                size, (unsigned long long)start);
+        }
+    }
+    return (PyObject *)self;
+}
+
+static PyTypeObject Launch_type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "multigather._native.Launch",
+    .tp_doc = "A launch of which only the addresses are still open, see launch.Launch.",
+    .tp_basicsize = sizeof(Launch),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = Launch_new,
+    .tp_traverse = (traverseproc)Launch_traverse,
+    .tp_dealloc = (destructor)Launch_dealloc,
+};
+
+/* Whether it is a launch that takes the addresses of the indices and of so many buffers and
+   outputs. */
+static int launches_into(PyObject *object, Py_ssize_t buffers)
+{
+    return Py_IS_TYPE(object, &Launch_type) &&
+           ((Launch *)object)->place_count == 1 + 2 * buffers;
+}
+
+/* Whether some numbers are those from 0 on, in any order. */
+static int is_order(const uint64_t *numbers, Py_ssize_t count)
+{
+    for (Py_ssize_t k = 0; k < count; k++) {
+        if (numbers[k] >= (uint64_t)count)
+            return 0;
+        for (Py_ssize_t other = 0; other < k; other++)
+            if (numbers[other] == numbers[k])
+                return 0;
+    }
+    return 1;
+}
+
+/* ---- LaunchNew ----------------------------------------------------------------------------- */
+
+/* shortcut.repeated_launch: (indices, buffers) to new outputs. */
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc call;
+    PyObject *check, *launches, *empty, *current_device, *raise;
+    const volatile uint64_t *board;
+    long device;
+    Py_ssize_t count;
+    uint64_t *masks, *values, *places;
+} LaunchNew;
+
+/* Gather from guarded tensors: new outputs, or NULL without an error if this call must go the long
+   way. */
+static PyObject *launch_new(const LaunchNew *self, const Launch *launch, PyObject *allocations,
+                            PyObject *const *tensors)
+{
+    uint64_t address;
+    PyObject *outs = NULL;
+    Memory memory;
+    if (memory_for(launch, &memory) < 0)
+        return NULL;
+    for (Py_ssize_t k = 0; k < self->count; k++) {
+        if (address_of(tensors[1 + k], &address) < 0 ||
+            (address & self->masks[k]) != self->values[k])
+            goto done;
+        put(launch, &memory, 1 + 2 * (Py_ssize_t)self->places[k], address);
+    }
+    if (address_of(tensors[0], &address) < 0)
+        goto done;
+    put(launch, &memory, 0, address);
+    outs = PyTuple_New(self->count);
+    for (Py_ssize_t k = 0; outs != NULL && k < self->count; k++) {
+        PyObject *out = PyObject_Call(self->empty, PyTuple_GET_ITEM(allocations, k), NULL);
+        if (out == NULL || address_of(out, &address) < 0) {
+            Py_XDECREF(out);
+            Py_CLEAR(outs);
+            break;
+        }
+        PyTuple_SET_ITEM(outs, k, out);
+        put(launch, &memory, 2 + 2 * (Py_ssize_t)self->places[k], address);
+    }
+    if (outs != NULL && launch_now(launch, &memory) < 0)
+        Py_CLEAR(outs);
+done:
+    PyMem_Free(memory.heap);
+    return outs;
+}
+
+/* The launch and the allocations for a number of indices, as borrowed from a new reference to
+   their pair: 1, 0 if there are none, or -1 with an error. */
+static int prepared(const LaunchNew *self, int64_t numel, PyObject **pair)
+{
+    PyObject *key = PyLong_FromLongLong(numel);
+    if (key == NULL)
+        return -1;
+    PyObject *found = PyDict_GetItemWithError(self->launches, key);
+    Py_DECREF(key);
+    if (found == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    int fits = PyTuple_Check(found) && PyTuple_GET_SIZE(found) == 2 &&
+               launches_into(PyTuple_GET_ITEM(found, 0), self->count) &&
+               PyTuple_Check(PyTuple_GET_ITEM(found, 1)) &&
+               PyTuple_GET_SIZE(PyTuple_GET_ITEM(found, 1)) == self->count;
+    for (Py_ssize_t k = 0; fits && k < self->count; k++)
+        fits = PyTuple_Check(PyTuple_GET_ITEM(PyTuple_GET_ITEM(found, 1), k));
+    if (!fits) {
+        PyErr_Format(PyExc_TypeError, "no launch and its allocations: %R", found);
+        return -1;
+    }
+    *pair = Py_NewRef(found);
+    return 1;
+}
+
+static PyObject *LaunchNew_call(PyObject *object, PyObject *const *arguments, size_t flags,
+                                PyObject *names)
+{
+    LaunchNew *self = (LaunchNew *)object;
+    if (PyVectorcall_NARGS(flags) != 2 || names != NULL)
+        return PyErr_Format(PyExc_TypeError, "indices and buffers are needed");
+    PyObject *tensors = NULL, *pair = NULL, *outs = NULL;
+    int64_t numel;
+    int known = guarded(self->check, arguments[0], arguments + 1, 1, self->count, &tensors);
+    if (known == 1 && raise_pending(self->board, self->raise) == 0 &&
+        numel_of(PyTuple_GET_ITEM(tensors, 0), &numel) == 0 &&
+        prepared(self, numel, &pair) == 1 && on_device(self->current_device, self->device) == 1)
+        outs = launch_new(self, (Launch *)PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1),
+                          &PyTuple_GET_ITEM(tensors, 0));
+    Py_XDECREF(pair);
+    Py_XDECREF(tensors);
+    if (outs == NULL && !PyErr_Occurred())
+        Py_RETURN_NONE;
+    return outs;
+}
+
+static int LaunchNew_traverse(LaunchNew *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->check);
+    Py_VISIT(self->launches);
+    Py_VISIT(self->empty);
+    Py_VISIT(self->current_device);
+    Py_VISIT(self->raise);
+    return 0;
+}
+
+static void LaunchNew_dealloc(LaunchNew *self)
+{
+    PyObject_GC_UnTrack(self);
+    Py_XDECREF(self->check);
+    Py_XDECREF(self->launches);
+    Py_XDECREF(self->empty);
+    Py_XDECREF(self->current_device);
+    Py_XDECREF(self->raise);
+    PyMem_Free(self->masks);
+    PyMem_Free(self->values);
+    PyMem_Free(self->places);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyObject *LaunchNew_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
+{
+    static char *names[] = {"check",  "launches", "empty", "current_device", "device",
+                            "board",  "raise_pending", "masks", "values", "places", NULL};
+    PyObject *check, *launches, *empty, *current_device, *raise, *masks, *values, *places;
+    unsigned long long board;
+    long device;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!OOlKOOOO:LaunchNew", names, &check,
+                                     &PyDict_Type, &launches, &empty, &current_device, &device,
+                                     &board, &raise, &masks, &values, &places))
+        return NULL;
+    LaunchNew *self = (LaunchNew *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->call = LaunchNew_call;
+    self->check = Py_NewRef(check);
+    self->launches = Py_NewRef(launches);
+    self->empty = Py_NewRef(empty);
+    self->current_device = Py_NewRef(current_device);
+    self->raise = Py_NewRef(raise);
+    self->board = (const volatile uint64_t *)(uintptr_t)board;
+    self->device = device;
+    Py_ssize_t counts[3] = {0, 0, 0};
+    self->masks = numbers_of(masks, counts);
+    if (self->masks != NULL)
+        self->values = numbers_of(values, counts + 1);
+    if (self->values != NULL)
+        self->places = numbers_of(places, counts + 2);
+    self->count = counts[2];
+    if (self->places != NULL &&
+        (counts[0] != counts[2] || counts[1] != counts[2] || !is_order(self->places, counts[2])))
+        PyErr_Format(PyExc_ValueError, "each buffer has a mask, a value and a place");
+    if (PyErr_Occurred())
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static PyTypeObject LaunchNew_type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "multigather._native.LaunchNew",
+    .tp_doc = "A repeated launch into new outputs, see shortcut.repeated_launch.",
+    .tp_basicsize = sizeof(LaunchNew),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_vectorcall_offset = offsetof(LaunchNew, call),
+    .tp_call = PyVectorcall_Call,
+    .tp_new = LaunchNew_new,
+    .tp_traverse = (traverseproc)LaunchNew_traverse,
+    .tp_dealloc = (destructor)LaunchNew_dealloc,
+};
+
+/* ---- LaunchInto ---------------------------------------------------------------------------- */
+
+/* shortcut.OutShortcut: (indices, buffers, outs) into these outputs. */
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc call;
+    PyObject *check, *launch, *current_device, *raise, *elsewhere;
+    const volatile uint64_t *board;
+    long device;
+    Py_ssize_t count, extent_count;
+    int64_t numel, index_bytes;
+    /* Addresses of the buffers, then of the outputs; first and last byte of each output. */
+    uint64_t *addresses, *extents, *places;
+} LaunchInto;
+
+/* Write the addresses of guarded tensors into a block: 1, 0 if they are others than before, or -1
+   with an error. */
+static int into_block(const LaunchInto *self, PyObject *const *tensors, Memory *memory)
+{
+    const Launch *launch = (Launch *)self->launch;
+    uint64_t address, start;
+    for (Py_ssize_t k = 0; k < 2 * self->count; k++) {
+        if (address_of(tensors[1 + k], &address) < 0)
+            return -1;
+        if (address != self->addresses[k])
+            return 0;
+        Py_ssize_t out = k >= self->count;
+        put(launch, memory, 1 + out + 2 * (Py_ssize_t)self->places[k - out * self->count], address);
+    }
+    if (address_of(tensors[0], &start) < 0)
+        return -1;
+    put(launch, memory, 0, start);
+    uint64_t end = start + (uint64_t)self->numel * (uint64_t)self->index_bytes;
+    for (Py_ssize_t k = 0; k < self->extent_count; k += 2)
+        if (start < self->extents[k + 1] && self->extents[k] < end)
+            return 0;
+    return 1;
+}
+
+static PyObject *LaunchInto_call(PyObject *object, PyObject *const *arguments, size_t flags,
+                                 PyObject *names)
+{
+    LaunchInto *self = (LaunchInto *)object;
+    if (PyVectorcall_NARGS(flags) != 3 || names != NULL)
+        return PyErr_Format(PyExc_TypeError, "indices, buffers and outputs are needed");
+    PyObject *tensors = NULL, *outs = NULL;
+    int64_t numel;
+    Memory memory = {.heap = NULL};
+    int known = guarded(self->check, arguments[0], arguments + 1, 2, self->count, &tensors);
+    if (known == 1 && numel_of(PyTuple_GET_ITEM(tensors, 0), &numel) == 0 &&
+        numel == self->numel && memory_for((Launch *)self->launch, &memory) == 0 &&
+        into_block(self, &PyTuple_GET_ITEM(tensors, 0), &memory) == 1 &&
+        raise_pending(self->board, self->raise) == 0) {
+        int here = on_device(self->current_device, self->device);
+        if (here == 0)
+            outs = PyObject_Vectorcall(self->elsewhere, arguments, 3, NULL);
+        else if (here == 1 && launch_now((Launch *)self->launch, &memory) == 0)
+            outs = PyTuple_GetSlice(tensors, 1 + self->count, 1 + 2 * self->count);
+    }
+    PyMem_Free(memory.heap);
+    Py_XDECREF(tensors);
+    if (outs == NULL && !PyErr_Occurred())
+        Py_RETURN_NONE;
+    return outs;
+}
+
+static int LaunchInto_traverse(LaunchInto *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->check);
+    Py_VISIT(self->launch);
+    Py_VISIT(self->current_device);
+    Py_VISIT(self->raise);
+    Py_VISIT(self->elsewhere);
+    return 0;
+}
+
+static void LaunchInto_dealloc(LaunchInto *self)
+{
+    PyObject_GC_UnTrack(self);
+    Py_XDECREF(self->check);
+    Py_XDECREF(self->launch);
+    Py_XDECREF(self->current_device);
+    Py_XDECREF(self->raise);
+    Py_XDECREF(self->elsewhere);
+    PyMem_Free(self->addresses);
+    PyMem_Free(self->extents);
+    PyMem_Free(self->places);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyObject *LaunchInto_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
+{
+    static char *names[] = {"check",  "launch",        "current_device", "device",    "board",
+                            "raise_pending", "elsewhere", "numel",       "index_bytes",
+                            "addresses",     "extents",   "places",      NULL};
+    PyObject *check, *launch, *current_device, *raise, *elsewhere, *addresses, *extents, *places;
+    unsigned long long board;
+    long long numel, index_bytes;
+    long device;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!OlKOOLLOOO:LaunchInto", names, &check,
+                                     &Launch_type, &launch, &current_device, &device, &board,
+                                     &raise, &elsewhere, &numel, &index_bytes, &addresses, &extents,
+                                     &places))
+        return NULL;
+    LaunchInto *self = (LaunchInto *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->call = LaunchInto_call;
+    self->check = Py_NewRef(check);
+    self->launch = Py_NewRef(launch);
+    self->current_device = Py_NewRef(current_device);
+    self->raise = Py_NewRef(raise);
+    self->elsewhere = Py_NewRef(elsewhere);
+    self->board = (const volatile uint64_t *)(uintptr_t)board;
+    self->device = device;
+    self->numel = numel;
+    self->index_bytes = index_bytes;
+    Py_ssize_t address_count = 0;
+    self->places = numbers_of(places, &self->count);
+    if (self->places != NULL)
+        self->addresses = numbers_of(addresses, &address_count);
+    if (self->addresses != NULL)
+        self->extents = numbers_of(extents, &self->extent_count);
+    if (self->extents != NULL &&
+        (address_count != 2 * self->count || self->extent_count % 2 ||
+         !is_order(self->places, self->count) || !launches_into(launch, self->count)))
+        PyErr_Format(PyExc_ValueError, "each buffer has a place and two addresses in the launch");
+    if (PyErr_Occurred())
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static PyTypeObject LaunchInto_type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "multigather._native.LaunchInto",
+    .tp_doc = "A repeated launch into the same outputs, see shortcut.OutShortcut.",
+    .tp_basicsize = sizeof(LaunchInto),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_vectorcall_offset = offsetof(LaunchInto, call),
+    .tp_call = PyVectorcall_Call,
+    .tp_new = LaunchInto_new,
+    .tp_traverse = (traverseproc)LaunchInto_traverse,
+    .tp_dealloc = (destructor)LaunchInto_dealloc,
+};
+
+/* ---- Select -------------------------------------------------------------------------------- */
+
+/* shortcut.repeated_select: (indices, buffers) to one torch operation for each buffer. */
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc call;
+    PyObject *check, *operations, *buckets, *failed;
+    /* Of the buffers, if it is for buffers at these addresses only. */
+    uint64_t *addresses;
+} Select;
+
+/* request.bucket_of; -1 for a number whose square has no room here. */
+static long bucket_of(int64_t number)
+{
+    if (number < 0 || number > UINT32_MAX)
+        return -1;
+    long bits = 0;
+    for (uint64_t square = (uint64_t)number * (uint64_t)number; square; square >>= 1)
+        bits++;
+    return bits >> 1;
+}
+
+/* Whether the operations are for such numbers of indices: 1, 0, or -1 with an error. */
+static int in_buckets(const Select *self, PyObject *indices)
+{
+    int64_t numel;
+    if (numel_of(indices, &numel) < 0)
+        return -1;
+    PyObject *bucket = PyLong_FromLong(bucket_of(numel));
+    if (bucket == NULL)
+        return -1;
+    int found = PySet_Contains(self->buckets, bucket);
+    Py_DECREF(bucket);
+    return found;
+}
+
+/* Whether the buffers lie where they should: 1, 0, or -1 with an error. */
+static int in_place(const Select *self, PyObject *const *buffers)
+{
+    uint64_t address;
+    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(self->operations); k++) {
+        if (address_of(buffers[k], &address) < 0)
+            return -1;
+        if (address != self->addresses[k])
+            return 0;
+    }
+    return 1;
+}
+
+/* operation(buffer, 0, indices), viewed as an integer type if one is given, and back. */
+static PyObject *select_rows(PyObject *operation, PyObject *buffer, PyObject *indices)
+{
+    PyObject *view = PyTuple_GET_ITEM(operation, 1);
+    PyObject *source = view == Py_None ? Py_NewRef(buffer)
+                                       : PyObject_CallMethodOneArg(buffer, name_view, view);
+    if (source == NULL)
+        return NULL;
+    PyObject *arguments[] = {source, zero, indices};
+    PyObject *rows = PyObject_Vectorcall(PyTuple_GET_ITEM(operation, 0), arguments, 3, NULL);
+    Py_DECREF(source);
+    if (rows != NULL && view != Py_None) {
+        PyObject *viewed =
+            PyObject_CallMethodOneArg(rows, name_view, PyTuple_GET_ITEM(operation, 2));
+        Py_SETREF(rows, viewed);
+    }
+    return rows;
+}
+
+static PyObject *Select_call(PyObject *object, PyObject *const *arguments, size_t flags,
+                             PyObject *names)
+{
+    Select *self = (Select *)object;
+    if (PyVectorcall_NARGS(flags) != 2 || names != NULL)
+        return PyErr_Format(PyExc_TypeError, "indices and buffers are needed");
+    Py_ssize_t count = PyTuple_GET_SIZE(self->operations);
+    PyObject *tensors = NULL, *results = NULL;
+    int known = guarded(self->check, arguments[0], arguments + 1, 1, count, &tensors);
+    if (known == 1)
+        known = in_buckets(self, PyTuple_GET_ITEM(tensors, 0));
+    if (known == 1 && self->addresses != NULL)
+        known = in_place(self, &PyTuple_GET_ITEM(tensors, 1));
+    if (known == 1) {
+        results = PyTuple_New(count);
+        for (Py_ssize_t k = 0; results != NULL && k < count; k++) {
+            PyObject *rows =
+                select_rows(PyTuple_GET_ITEM(self->operations, k), PyTuple_GET_ITEM(tensors, 1 + k),
+                            PyTuple_GET_ITEM(tensors, 0));
+            if (rows == NULL)
+                Py_CLEAR(results);
+            else
+                PyTuple_SET_ITEM(results, k, rows);
+        }
+        if (results == NULL && (PyErr_ExceptionMatches(PyExc_IndexError) ||
+                                PyErr_ExceptionMatches(PyExc_RuntimeError))) {
+            PyErr_Clear();
+            results = PyObject_Vectorcall(self->failed, arguments, 2, NULL);
+        }
+    }
+    Py_XDECREF(tensors);
+    if (results == NULL && !PyErr_Occurred())
+        Py_RETURN_NONE;
+    return results;
+}
+
+static int Select_traverse(Select *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->check);
+    Py_VISIT(self->operations);
+    Py_VISIT(self->buckets);
+    Py_VISIT(self->failed);
+    return 0;
+}
+
+static void Select_dealloc(Select *self)
+{
+    PyObject_GC_UnTrack(self);
+    Py_XDECREF(self->check);
+    Py_XDECREF(self->operations);
+    Py_XDECREF(self->buckets);
+    Py_XDECREF(self->failed);
+    PyMem_Free(self->addresses);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyObject *Select_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
+{
+    static char *names[] = {"check", "operations", "buckets", "failed", "addresses", NULL};
+    PyObject *check, *operations, *buckets, *failed, *addresses;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!O!OO:Select", names, &check,
+                                     &PyTuple_Type, &operations, &PySet_Type, &buckets, &failed,
+                                     &addresses))
+        return NULL;
+    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(operations); k++) {
+        PyObject *each = PyTuple_GET_ITEM(operations, k);
+        if (!PyTuple_Check(each) || PyTuple_GET_SIZE(each) != 3)
+            return PyErr_Format(PyExc_TypeError, "no operation, view and dtype: %R", each);
+    }
+    Select *self = (Select *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->call = Select_call;
+    self->check = Py_NewRef(check);
+    self->operations = Py_NewRef(operations);
+    self->buckets = Py_NewRef(buckets);
+    self->failed = Py_NewRef(failed);
+    if (addresses != Py_None) {
+        Py_ssize_t count;
+        self->addresses = numbers_of(addresses, &count);
+        if (self->addresses != NULL && count != PyTuple_GET_SIZE(operations))
+            PyErr_Format(PyExc_ValueError, "each buffer has an address");
+    }
+    if (PyErr_Occurred())
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static PyTypeObject Select_type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "multigather._native.Select",
+    .tp_doc = "Repeated torch operations on a CPU, see shortcut.repeated_select.",
+    .tp_basicsize = sizeof(Select),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_vectorcall_offset = offsetof(Select, call),
+    .tp_call = PyVectorcall_Call,
+    .tp_new = Select_new,
+    .tp_traverse = (traverseproc)Select_traverse,
+    .tp_dealloc = (destructor)Select_dealloc,
+};
+
+/* ---- module -------------------------------------------------------------------------------- */
+
+static PyMethodDef functions[] = {
+    {"read_tensors", read_tensors, METH_VARARGS,
+     "read_tensors(type, offset, data_ptr, numel): read tensors of this type through two functions "
+     "of torch's stable C interface, given by address; None calls the tensors' methods."},
+    {"facts_of", facts_of, METH_O, "Address and number of elements of a tensor."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "multigather._native",
+    .m_doc = "The repeated call of a gather, compiled; see shortcut.py.",
+    .m_size = -1,
+    .m_methods = functions,
+};
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+    static PyTypeObject *const types[] = {&Launch_type, &LaunchNew_type, &LaunchInto_type,
+                                          &Select_type};
+    name_data_ptr = PyUnicode_InternFromString("data_ptr");
+    name_numel = PyUnicode_InternFromString("numel");
+    name_view = PyUnicode_InternFromString("view");
+    zero = PyLong_FromLong(0);
+    PyObject *module = PyModule_Create(&definition);
+    if (!name_data_ptr || !name_numel || !name_view || !zero)
+        Py_CLEAR(module);
+    for (size_t k = 0; module != NULL && k < sizeof types / sizeof *types; k++)
+        if (PyModule_AddType(module, types[k]) < 0)
+            Py_CLEAR(module);
+    return module;
+}

@@ -1,0 +1,80 @@
+"""Types of the compiled extension; what its objects do is said in shortcut.py and launch.py."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Tensors = Sequence[torch.Tensor]
+
+def read_tensors(
+    type: type[torch.Tensor] | None, offset: int, data_ptr: int, numel: int, /
+) -> None: ...
+def facts_of(tensor: torch.Tensor, /) -> tuple[int, int]: ...
+
+class Launch:
+    def __new__(
+        cls,
+        driver: int,
+        function: int,
+        grid: int,
+        threads: int,
+        shared_bytes: int,
+        device: int,
+        current_stream: Callable[[int], int],
+        template: bytes,
+        places: Sequence[int],
+        offsets: Sequence[int],
+        otherwise: Callable[[Sequence[int]], None],
+    ) -> Launch: ...
+
+class LaunchNew:
+    def __new__(
+        cls,
+        check: Callable[..., bool],
+        launches: dict[int, tuple[Launch, tuple[tuple[Any, ...], ...]]],
+        empty: Callable[..., torch.Tensor],
+        current_device: Callable[[], int],
+        device: int,
+        board: int,
+        raise_pending: Callable[[], None],
+        masks: Sequence[int],
+        values: Sequence[int],
+        places: Sequence[int],
+    ) -> LaunchNew: ...
+    def __call__(
+        self, indices: Any, buffers: Sequence[Any], /
+    ) -> tuple[torch.Tensor, ...] | None: ...
+
+class LaunchInto:
+    def __new__(
+        cls,
+        check: Callable[..., bool],
+        launch: Launch,
+        current_device: Callable[[], int],
+        device: int,
+        board: int,
+        raise_pending: Callable[[], None],
+        elsewhere: Callable[..., tuple[torch.Tensor, ...] | None],
+        numel: int,
+        index_bytes: int,
+        addresses: Sequence[int],
+        extents: Sequence[int],
+        places: Sequence[int],
+    ) -> LaunchInto: ...
+    def __call__(
+        self, indices: Any, buffers: Sequence[Any], outs: Sequence[Any], /
+    ) -> tuple[torch.Tensor, ...] | None: ...
+
+class Select:
+    def __new__(
+        cls,
+        check: Callable[..., bool],
+        operations: tuple[tuple[Callable[..., torch.Tensor], Any, torch.dtype], ...],
+        buckets: set[int],
+        failed: Callable[..., tuple[torch.Tensor, ...] | None],
+        addresses: Sequence[int] | None,
+    ) -> Select: ...
+    def __call__(
+        self, indices: Any, buffers: Sequence[Any], /
+    ) -> tuple[torch.Tensor, ...] | None: ...
