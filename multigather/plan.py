@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from . import api
+from . import api, containers
 from .shortcut import OutShortcut, Shortcut, guard
 
 # Sets of outputs that a plan remembers having checked; a ring of a few is what people use.
@@ -28,7 +27,7 @@ class Plan:
         self._bufs = bufs
         self._bounds = bounds
         self._backend = backend
-        self._leaves, self._spec = pytree.tree_flatten(bufs)
+        self._leaves, self._structure = containers.flatten(bufs)
         self._tensors = tuple(leaf for leaf in self._leaves if leaf is not None)
         self._flat = len(self._tensors) == len(bufs) and all(
             isinstance(buf, torch.Tensor) for buf in bufs
@@ -70,9 +69,13 @@ class Plan:
             if shortcut is not None:
                 results = shortcut.run(indices, self._tensors)
                 if results is not None:
-                    return (
-                        results if self._flat else api.mirrored(results, self._leaves, self._spec)
-                    )
+                    if self._flat:
+                        return results
+                    return api.mirrored(results, self._leaves, self._structure, indices.shape)
+        if not isinstance(indices, torch.Tensor):
+            array, indices = indices, containers.as_indices(indices)
+            if indices is not array:
+                return self(indices, out)
         for number, (tensor, layout) in enumerate(zip(self._tensors, self._layouts, strict=True)):
             if _layout(tensor) != layout:
                 raise ValueError(
