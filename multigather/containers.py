@@ -7,6 +7,7 @@ program has imported them; nothing here imports them.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,12 +24,13 @@ class Node(Protocol):
     an array the same library.
     """
 
-    def rebuild(self, items: Iterator[Any], shape: torch.Size) -> Any:
+    def rebuild(self, items: Iterator[Any], shape: torch.Size, dims: int) -> Any:
         """Take this node's results from ``items`` and put them together.
 
         Args:
             items: the results of all leaves from this node's first one on.
             shape: of the indices.
+            dims: how many dimensions of a buffer these stand for.
         """
 
     def labels(self, label: str) -> list[str]:
@@ -39,7 +41,7 @@ class Node(Protocol):
 class Leaf:
     """A tensor, or None."""
 
-    def rebuild(self, items: Iterator[Any], shape: torch.Size) -> Any:
+    def rebuild(self, items: Iterator[Any], shape: torch.Size, dims: int) -> Any:
         """See `Node`."""
         return next(items)
 
@@ -59,7 +61,7 @@ class NumpyArray:
 
     dtype: Any = None
 
-    def rebuild(self, items: Iterator[Any], shape: torch.Size) -> Any:
+    def rebuild(self, items: Iterator[Any], shape: torch.Size, dims: int) -> Any:
         """See `Node`."""
         item = next(items)
         if item.device.type != "cpu":
@@ -83,7 +85,7 @@ class DlpackArray:
 
     namespace: Any
 
-    def rebuild(self, items: Iterator[Any], shape: torch.Size) -> Any:
+    def rebuild(self, items: Iterator[Any], shape: torch.Size, dims: int) -> Any:
         """See `Node`."""
         item = next(items)
         return item if self.namespace is None else self.namespace.from_dlpack(item)
@@ -99,9 +101,9 @@ class Constant:
 
     value: Any = field(compare=False)
 
-    def rebuild(self, items: Iterator[Any], shape: torch.Size) -> Any:
+    def rebuild(self, items: Iterator[Any], shape: torch.Size, dims: int) -> Any:
         """See `Node`."""
-        batch_size = (*shape, *self.value.batch_size[1:])
+        batch_size = (*shape, *self.value.batch_size[dims:])
         return type(self.value)(
             data=self.value.data, batch_size=batch_size, device=self.value.device
         )
@@ -127,27 +129,33 @@ class TensorDictNode:
     entries: tuple[Node, ...]
     source: Any = field(compare=False)
 
-    def rebuild(self, items: Iterator[Any], shape: torch.Size) -> Any:
+    def rebuild(self, items: Iterator[Any], shape: torch.Size, dims: int) -> Any:
         """See `Node`."""
         source = self.source
         batch_size, names = source.batch_size, None
         if batch_size:
-            batch_size = torch.Size((*shape, *batch_size[1:]))
-            first, *rest = source.names
-            if first is not None or any(rest):
+            batch_size = torch.Size((*shape, *batch_size[dims:]))
+            names = source.names
+            if any(name is not None for name in names):
                 # A name stands for one dimension.
-                names = [first if len(shape) == 1 else None] * len(shape) + rest
+                same = len(shape) == dims == 1
+                names = [names[0] if same else None] * len(shape) + names[dims:]
+            else:
+                names = None
         values = {
-            key: entry.rebuild(items, shape)
+            key: entry.rebuild(items, shape, dims)
             for key, entry in zip(self.keys, self.entries, strict=True)
         }
         device = source.device
         if device is not None:
             # Rows of buffers in pinned host memory may be on a GPU.
             device = next((v.device for v in values.values() if v.device is not None), device)
-        tensordict = sys.modules["tensordict"]
-        result = tensordict.TensorDict(values, batch_size=batch_size, names=names, device=device)
-        if self.kind is tensordict.TensorDict:
+        tensordict = sys.modules["tensordict"].TensorDict
+        # What tensordict itself makes rows with; the values need no check, which is half the time
+        # of a small gather.
+        make = getattr(tensordict, "_new_unsafe", tensordict)
+        result = make(values, batch_size=batch_size, names=names, device=device)
+        if self.kind is tensordict:
             return result
         return self.kind.from_tensordict(result)  # type: ignore[attr-defined]
 
@@ -168,22 +176,25 @@ class Structure:
     """What a call's buffers were before they were taken apart.
 
     Attributes:
-        spec: the containers that torch's pytree knows.
+        spec: the containers that torch's pytree knows; None if there are none.
         nodes: what stands in them.
     """
 
     spec: Any
     nodes: tuple[Node, ...]
 
-    def rebuild(self, items: Sequence[Any], shape: torch.Size) -> tuple[Any, ...]:
+    def rebuild(self, items: Sequence[Any], shape: torch.Size, dims: int = 1) -> tuple[Any, ...]:
         """Put results together.
 
         Args:
             items: one for each leaf; None for None.
             shape: of the indices.
+            dims: how many dimensions of a buffer these stand for.
         """
         remaining = iter(items)
-        parts = [node.rebuild(remaining, shape) for node in self.nodes]
+        parts = [node.rebuild(remaining, shape, dims) for node in self.nodes]
+        if self.spec is None:
+            return tuple(parts)
         result: tuple[Any, ...] = pytree.tree_unflatten(parts, self.spec)
         return result
 
@@ -209,7 +220,12 @@ def flatten(
     """
     if all(buf is None or isinstance(buf, torch.Tensor) for buf in bufs):
         return list(bufs), None
-    items, spec = pytree.tree_flatten(bufs, is_leaf=is_tensordict)
+    items: Sequence[Any] = bufs
+    spec = None
+    if not all(map(_is_whole, bufs)):
+        items, spec = pytree.tree_flatten(bufs, is_leaf=is_tensordict)
+        if len(items) == len(bufs) and all(map(operator.is_, items, bufs)):
+            spec = None
     leaves: list[Any] = []
     nodes: list[Node] = []
     for number, item in enumerate(items):
@@ -233,7 +249,7 @@ def alike(one: Structure | None, other: Structure | None, count: int) -> bool:
 
 def _form(structure: Structure | None, count: int) -> tuple[Any, ...]:
     if structure is None:
-        return pytree.tree_structure((0,) * count), (None,) * count
+        return None, (None,) * count
 
     def form(node: Node) -> Any:
         if isinstance(node, TensorDictNode):
@@ -255,6 +271,11 @@ def labels(bufs: tuple[Any, ...], name: str = "bufs") -> list[str]:
         for node, each in zip(structure.nodes, names, strict=True)
         for label in node.labels(each)
     ]
+
+
+def _is_whole(item: Any) -> bool:
+    """Whether something certainly is no container that torch's pytree should take apart."""
+    return item is None or isinstance(item, torch.Tensor) or is_tensordict(item)
 
 
 def is_tensordict(item: Any) -> bool:

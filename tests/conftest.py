@@ -92,6 +92,14 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
             api.forget()
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """A device for what does not depend on the backend."""
+    if request.param == "cuda" and not HAVE_GPU:
+        pytest.skip("torch sees no CUDA device")
+    return str(request.param)
+
+
 @pytest.fixture(autouse=True)
 def no_pending_faults() -> Iterator[None]:
     """No test leaves a fault that the next one would raise."""
