@@ -113,21 +113,34 @@ class Constant:
         return []
 
 
-@dataclass(frozen=True)
 class TensorDictNode:
     """A TensorDict or a tensorclass.
 
-    Attributes:
+    Args:
+        source: the TensorDict itself, of which only batch size, names and device are used.
         kind: its type.
         keys: of its entries.
         entries: the node of each.
-        source: the TensorDict itself, of which only batch size, names and device are used.
     """
 
-    kind: type
-    keys: tuple[str, ...]
-    entries: tuple[Node, ...]
-    source: Any = field(compare=False)
+    # No dataclass: replay buffers make one for each batch, and a frozen one takes thrice the time.
+    __slots__ = ("entries", "keys", "kind", "source")
+
+    def __init__(
+        self, source: Any, kind: type, keys: tuple[str, ...], entries: tuple[Node, ...]
+    ) -> None:
+        self.source = source
+        self.kind = kind
+        self.keys = keys
+        self.entries = entries
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorDictNode) and (self.kind, self.keys, self.entries) == (
+            other.kind, other.keys, other.entries
+        )  # fmt: skip
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.keys, self.entries))
 
     def rebuild(self, items: Iterator[Any], shape: torch.Size, dims: int) -> Any:
         """See `Node`."""
@@ -136,20 +149,23 @@ class TensorDictNode:
         if batch_size:
             batch_size = torch.Size((*shape, *batch_size[dims:]))
             names = source.names
-            if any(name is not None for name in names):
+            if names.count(None) == len(names):
+                names = None
+            else:
                 # A name stands for one dimension.
                 same = len(shape) == dims == 1
                 names = [names[0] if same else None] * len(shape) + names[dims:]
-            else:
-                names = None
         values = {
-            key: entry.rebuild(items, shape, dims)
+            key: next(items) if entry is LEAF else entry.rebuild(items, shape, dims)
             for key, entry in zip(self.keys, self.entries, strict=True)
         }
         device = source.device
         if device is not None:
             # Rows of buffers in pinned host memory may be on a GPU.
-            device = next((v.device for v in values.values() if v.device is not None), device)
+            for value in values.values():
+                if value.device is not None:
+                    device = value.device
+                    break
         tensordict = sys.modules["tensordict"].TensorDict
         # What tensordict itself makes rows with; the values need no check, which is half the time
         # of a small gather.
@@ -283,7 +299,10 @@ def is_tensordict(item: Any) -> bool:
     tensordict = sys.modules.get("tensordict")
     if tensordict is None or isinstance(item, (torch.Tensor, tuple, list, dict)):
         return False
-    check = getattr(tensordict, "is_tensor_collection", None)  # None while it is being imported
+    # Half imported by another thread, it may have neither.
+    if type(item) is getattr(tensordict, "TensorDict", None):
+        return True
+    check = getattr(tensordict, "is_tensor_collection", None)
     return check is not None and bool(check(item))
 
 
@@ -332,10 +351,10 @@ class _Place:
 
 def _take_apart(item: Any, leaves: list[Any], place: _Place, writable: bool) -> Node:
     """The node of something that is neither None nor a tensor; its leaves are added to others."""
-    if _is_numpy(item):
-        return _numpy(item, leaves, place, writable)
     if is_tensordict(item):
         return _tensordict(item, leaves, place)
+    if _is_numpy(item):
+        return _numpy(item, leaves, place, writable)
     if hasattr(item, "__dlpack__"):
         namespace = getattr(item, "__array_namespace__", lambda: None)()
         # Others, such as JAX's, may be shared with values that must not change.
@@ -364,14 +383,15 @@ def _tensordict(source: Any, leaves: list[Any], place: _Place) -> Node:
         keys.append(key)
         if isinstance(value, torch.Tensor):
             # A memory-mapped tensor is a plain tensor in other people's memory.
-            plain = type(value) is not tensordict.MemoryMappedTensor
-            leaves.append(value if plain else value.as_subclass(torch.Tensor))
+            if type(value) is tensordict.MemoryMappedTensor:
+                value = value.as_subclass(torch.Tensor)
+            leaves.append(value)
             entries.append(LEAF)
         elif isinstance(value, tensordict.NonTensorData):
             entries.append(Constant(value))
         else:
-            entries.append(_take_apart(value, leaves, place.inside(key), writable=False))
-    return TensorDictNode(kind, tuple(keys), tuple(entries), source)
+            entries.append(_tensordict(value, leaves, place.inside(key)))
+    return TensorDictNode(source, kind, tuple(keys), tuple(entries))
 
 
 class _Alias:
