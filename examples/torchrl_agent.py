@@ -142,7 +142,9 @@ def main() -> None:
     parser.add_argument("--capacity", type=int, default=20_000, help="of the replay buffer")
     parser.add_argument("--updates", type=int, default=2, help="per step of all environments")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="a network this small needs one")
     args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     result = train(args.storage, args.steps, args.capacity, args.updates, args.seed)
     print(json.dumps(result, indent=1))
 

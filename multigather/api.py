@@ -47,14 +47,17 @@ def gather(
 
     Args:
         indices: row numbers, any integer dtype, any shape and stride. uint8 is an index, never a
-            mask. On the buffers' device, or on the CPU (then copied once).
+            mask. On the buffers' device, or on the CPU (then copied once). Or an array of NumPy,
+            of CuPy, or of another library that exports DLPack.
         *bufs: tensors of at least one dimension, shape ``[rows, ...]``, each with its own row
-            count, dtype, row shape and strides, all on one device; or None; or dicts, tuples,
-            lists and other containers of them that torch's pytree knows. Buffers in pinned host
-            memory with ``indices`` on a GPU are read in place, and the outputs are on the GPU.
+            count, dtype, row shape and strides, all on one device; or None; or arrays as above,
+            read in place; or containers of them: dicts, tuples, named tuples, lists, TensorDicts,
+            tensorclasses, registered dataclasses and what else torch's pytree knows. Buffers in
+            pinned host memory with ``indices`` on a GPU are read in place, and the outputs are on
+            the GPU.
         out: where to write, in the same structure as ``bufs``: tensors of the outputs' shape,
             dtype and device whose rows are contiguous (the rows may be strided) and which overlap
-            no input. None makes new tensors.
+            no input, or NumPy or CuPy arrays like that. None makes new tensors.
         bounds: what an index outside the buffer means. "raise": `IndexError`; negative indices
             count from the end. "fill": a row of zero bytes, also for every negative index.
             "clip": the nearest valid row, 0 for every negative index. "unchecked": the caller
@@ -63,10 +66,13 @@ def gather(
 
     Returns:
         A tuple with one item per argument, in the argument's structure: contiguous tensors of
-        shape ``indices.shape + buf.shape[1:]`` and the buffer's dtype, and None for None.
+        shape ``indices.shape + buf.shape[1:]`` and the buffer's dtype, and None for None. For an
+        array an array of the same library (a tensor, if that has no ``from_dlpack`` or, for NumPy,
+        if the output is on a GPU). With ``out`` the items of ``out``.
 
     Raises:
-        TypeError: ``indices`` is no integer tensor, or a buffer no strided tensor.
+        TypeError: ``indices`` are no integers, or a buffer is neither a strided tensor nor an array
+            of fixed-size elements.
         ValueError: devices do not go together, a buffer has no rows dimension, ``out`` does not
             fit, or an option is unknown.
         IndexError: an index is outside the buffer, in mode "raise": at once for CPU tensors and

@@ -356,9 +356,11 @@ def _take_apart(item: Any, leaves: list[Any], place: _Place, writable: bool) -> 
     if _is_numpy(item):
         return _numpy(item, leaves, place, writable)
     if hasattr(item, "__dlpack__"):
-        namespace = getattr(item, "__array_namespace__", lambda: None)()
+        package = type(item).__module__.partition(".")[0]
+        # Of the array API standard; an older CuPy has the function all the same.
+        namespace = getattr(item, "__array_namespace__", lambda: sys.modules.get(package))()
         # Others, such as JAX's, may be shared with values that must not change.
-        if writable and type(item).__module__.partition(".")[0] != "cupy":
+        if writable and package != "cupy":
             raise TypeError(
                 f"{place} is a {type(item).__name__}, which cannot be written in place; pass a "
                 "torch.Tensor, or leave out= away"

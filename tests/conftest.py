@@ -100,6 +100,15 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small networks on a busy machine: threads that wait for one another cost most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def no_pending_faults() -> Iterator[None]:
     """No test leaves a fault that the next one would raise."""

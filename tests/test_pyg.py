@@ -12,12 +12,12 @@ pytest.importorskip(
     "torch_geometric", reason="torch_geometric is not installed (pip install torch_geometric)"
 )
 
+from scripts import load
 from torch_geometric.data import Data, HeteroData, TensorAttr
 from torch_geometric.datasets import KarateClub
 from torch_geometric.loader.utils import filter_custom_hetero_store
 
 import multigather
-from examples import load
 from multigather.integrations import pyg
 
 
@@ -44,15 +44,25 @@ def papers(device: str = "cpu") -> HeteroData:
 
 
 def test_loader_batches_are_equal(gathers: list[int]) -> None:
-    example = load("pyg_features")
+    example = load("examples/pyg_features.py")
     compared = example.check_equal(KarateClub()[0], [10, 10], 8)
     assert compared >= 5 * 5
     assert len(gathers) == 5 and set(gathers) == {3}  # x, y, train_mask
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_training_on_the_karate_club() -> None:
     """Far better than naming the largest class, which 13 of the 34 members are in."""
-    assert load("pyg_features").train(KarateClub()[0], 10) > 0.6
+    assert load("examples/pyg_features.py").train(KarateClub()[0], 10) > 0.6
+
+
+def test_timing_compares_first() -> None:
+    example = load("examples/pyg_features.py")
+    report = example.time_fetch(example.generated(300, 0), "cpu", 8, 1)
+    assert set(report["median_us"]) == {
+        "fetch, multigather", "fetch, index_select", "fetch, indexing",
+        "whole batch, multigather", "whole batch, index_select",
+    }  # fmt: skip
 
 
 def test_hetero_batch(device: str, gathers: list[int]) -> None:
@@ -96,7 +106,7 @@ def test_store_of_pyg_s_interface() -> None:
     with pytest.raises(IndexError, match="4 rows"):
         store.get_tensor(None, "x", torch.tensor([4]))
     assert store.get_tensor(None, "missing", torch.tensor([0])) is None
-    assert store.remove_tensor(None, "x") and len(store) == 1
+    assert store.remove_tensor(None, "x", None) and len(store) == 1
 
 
 def test_memory_is_shared_and_other_attributes_stay_out() -> None:

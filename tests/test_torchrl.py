@@ -11,13 +11,13 @@ import torch
 os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")  # before torchrl reads it
 pytest.importorskip("torchrl", reason="torchrl is not installed (pip install 'torchrl>=0.14')")
 
+from scripts import load
 from tensordict import TensorDict, lazy_stack, tensorclass
 from torch.utils import _pytree as pytree
 from torchrl import data as rl
 from torchrl.data import replay_buffers as theirs
 
 import multigather
-from examples import load
 from multigather.integrations import torchrl as ours
 
 
@@ -279,10 +279,23 @@ def test_negative_and_bad_indices_on_a_gpu() -> None:
             multigather.check()
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_agent_learns_the_same_with_both_storages() -> None:
     pytest.importorskip("gymnasium", reason="gymnasium is not installed (pip install gymnasium)")
-    agent = load("torchrl_agent")
+    agent = load("examples/torchrl_agent.py")
     one, other = (agent.train(name, 2600, 1500, 1, 0) for name in ("multigather", "torchrl"))
     assert one["updates"] > 30
     assert one["network_checksum"] == other["network_checksum"]
     assert one["episodes"] == other["episodes"]
+
+
+@pytest.mark.parametrize("workload", ["replay", "frames"])
+def test_benchmark_compares_before_it_times(workload: str) -> None:
+    benchmark = load("benchmarks/torchrl_replay.py")
+    report = benchmark.measure(workload, 60, 16, torch.device("cpu"), 1)
+    assert report["equal_tensors"] == 5 * 7
+    one, other = benchmark.transitions(workload, 60, 0), benchmark.transitions(workload, 60, 0)
+    assert benchmark.assert_equal(one, other) == 6
+    other["next", "reward"][3] += 1
+    with pytest.raises(AssertionError):
+        benchmark.assert_equal(one, other)

@@ -1,4 +1,4 @@
-"""The scripts in examples/ as modules."""
+"""The scripts in examples/ and benchmarks/ as modules."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-FOLDER = Path(__file__).resolve().parent.parent / "examples"
+ROOT = Path(__file__).resolve().parent.parent
 
 
-def load(name: str) -> ModuleType:
-    """Import the example of this name."""
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+def load(path: str) -> ModuleType:
+    """Import the script at this path, such as ``examples/pyg_features.py``."""
+    name = Path(path).stem
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
