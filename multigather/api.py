@@ -48,7 +48,7 @@ def gather(
     Args:
         indices: row numbers, any integer dtype, any shape and stride. uint8 is an index, never a
             mask. On the buffers' device, or on the CPU (then copied once). Or an array of NumPy,
-            of CuPy, or of another library that exports DLPack.
+            of CuPy, or of another library that exports DLPack (not inside torch.compile).
         *bufs: tensors of at least one dimension, shape ``[rows, ...]``, each with its own row
             count, dtype, row shape and strides, all on one device; or None; or arrays as above,
             read in place; or containers of them: dicts, tuples, named tuples, lists, TensorDicts,
