@@ -4,12 +4,18 @@ Two buffers of random values: transitions of a humanoid agent ("replay"), and st
 video game, now and next ("frames"). Before any time is taken, batches of both storages are compared
 bit for bit, from the same seed. Times are of interleaved rounds. Prints one JSON object.
 
-    python benchmarks/torchrl_replay.py --device cpu --batch-size 256
+    python benchmarks/torchrl_replay.py --device cpu --batch-size 256 --keep-memory
+
+On a CPU a batch of frames is 14 MB of new memory. glibc may hand it back to the system after every
+batch, as it happens to lie, and then the page faults of the next one take 10 ms whatever reads the
+rows. ``--keep-memory`` tells it not to, for both storages, as MALLOC_TRIM_THRESHOLD_=1073741824 and
+MALLOC_MMAP_THRESHOLD_=33554432 in the environment do.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
@@ -28,6 +34,15 @@ import multigather
 from multigather.integrations.torchrl import LazyTensorStorage
 
 STORAGES = {"multigather": LazyTensorStorage, "torchrl": TorchrlStorage}
+
+
+def keep_memory() -> bool:
+    """Tell glibc to keep freed memory; return whether it agreed."""
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD in malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(trim_threshold, 1 << 30) and mallopt(mmap_threshold, 1 << 25))
 
 
 def transitions(workload: str, rows: int, seed: int) -> TensorDict:
@@ -138,6 +153,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="of the buffers; by default 100000 and 4000")
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--threads", type=int, help="of torch on the CPU")
+    parser.add_argument("--keep-memory", action="store_true", help="see above; Linux only")
     parser.add_argument("--workload", choices=("replay", "frames"), action="append")
     args = parser.parse_args()
     if args.threads:
@@ -147,6 +163,7 @@ def main() -> None:
         device = torch.device("cuda", torch.cuda.current_device())
     rows = {"replay": args.rows or 100_000, "frames": args.rows or 4000}
     report = {
+        "keeps_memory": args.keep_memory and keep_memory(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

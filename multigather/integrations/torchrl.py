@@ -7,6 +7,10 @@ are used alike, and give the same batches::
 
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1_000_000), batch_size=256)
 
+On a CPU, batches of several MB (frames) can cost more in page faults than in copying, with any
+storage, where glibc hands their memory back to the system each time. In the environment,
+MALLOC_TRIM_THRESHOLD_=1073741824 and MALLOC_MMAP_THRESHOLD_=33554432 keep it.
+
 Needs torchrl 0.14 or newer (``pip install 'torchrl>=0.14'``).
 """
 
