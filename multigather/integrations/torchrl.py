@@ -101,7 +101,7 @@ class _Gathering:
             for part, size in zip(parts, shape, strict=True):
                 if part.numel():
                     low, high = part.aminmax()
-                    if low < 0 or high >= size:
+                    if low.item() < 0 or high.item() >= size:
                         return None
             rows = first
             for part, size in zip(parts[1:], shape[1:], strict=True):
