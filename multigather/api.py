@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -9,9 +10,8 @@ from typing import Any
 
 import torch
 from torch.compiler import is_compiling, is_dynamo_compiling
-from torch.utils import _pytree as pytree
 
-from . import dispatch, faults
+from . import containers, dispatch, faults
 from .autograd import Gather
 from .bounds import as_int64, resolve
 from .cache import store
@@ -48,14 +48,17 @@ def gather(
 
     Args:
         indices: row numbers, any integer dtype, any shape and stride. uint8 is an index, never a
-            mask. On the buffers' device, or on the CPU (then copied once).
+            mask. On the buffers' device, or on the CPU (then copied once). Or an array of NumPy,
+            of CuPy, or of another library that exports DLPack (not inside torch.compile).
         *bufs: tensors of at least one dimension, shape ``[rows, ...]``, each with its own row
-            count, dtype, row shape and strides, all on one device; or None; or dicts, tuples,
-            lists and other containers of them that torch's pytree knows. Buffers in pinned host
-            memory with ``indices`` on a GPU are read in place, and the outputs are on the GPU.
+            count, dtype, row shape and strides, all on one device; or None; or arrays as above,
+            read in place; or containers of them: dicts, tuples, named tuples, lists, TensorDicts,
+            tensorclasses, registered dataclasses and what else torch's pytree knows. Buffers in
+            pinned host memory with ``indices`` on a GPU are read in place, and the outputs are on
+            the GPU.
         out: where to write, in the same structure as ``bufs``: tensors of the outputs' shape,
             dtype and device whose rows are contiguous (the rows may be strided) and which overlap
-            no input. None makes new tensors.
+            no input, or NumPy or CuPy arrays like that. None makes new tensors.
         bounds: what an index outside the buffer means. "raise": `IndexError`; negative indices
             count from the end. "fill": a row of zero bytes, also for every negative index.
             "clip": the nearest valid row, 0 for every negative index. "unchecked": the caller
@@ -64,10 +67,13 @@ def gather(
 
     Returns:
         A tuple with one item per argument, in the argument's structure: contiguous tensors of
-        shape ``indices.shape + buf.shape[1:]`` and the buffer's dtype, and None for None.
+        shape ``indices.shape + buf.shape[1:]`` and the buffer's dtype, and None for None. For an
+        array an array of the same library (a tensor, if that has no ``from_dlpack`` or, for NumPy,
+        if the output is on a GPU). With ``out`` the items of ``out``.
 
     Raises:
-        TypeError: ``indices`` is no integer tensor, or a buffer no strided tensor.
+        TypeError: ``indices`` are no integers, or a buffer is neither a strided tensor nor an array
+            of fixed-size elements.
         ValueError: devices do not go together, a buffer has no rows dimension, ``out`` does not
             fit, or an option is unknown.
         IndexError: an index is outside the buffer, in mode "raise": at once for CPU tensors and
@@ -109,16 +115,16 @@ def _in_graph(
     indices: torch.Tensor, bufs: tuple[Any, ...], out: Any, bounds: str, backend: str | None
 ) -> tuple[Any, ...]:
     """The gather as one operator of the graph that torch is making."""
-    leaves, spec = pytree.tree_flatten(bufs)
+    leaves, structure = containers.flatten(bufs)
     tensors = [leaf for leaf in leaves if leaf is not None]
     gathered = gather_operator(indices, tensors, bounds, backend) if tensors else []
     if out is not None:
-        outs = [item for item in pytree.tree_flatten(tuple(out))[0] if item is not None]
+        outs = _flatten_outputs(out, bufs, leaves, structure)
         for item, result in zip(outs, gathered, strict=True):
             if item.shape != result.shape or item.dtype != result.dtype:
                 raise ValueError("out does not have the outputs' shapes and dtypes")
         gathered = [item.copy_(result) for item, result in zip(outs, gathered, strict=True)]
-    return mirrored(gathered, leaves, spec)
+    return mirrored(gathered, leaves, structure, indices.shape)
 
 
 def gather_checked(
@@ -134,18 +140,19 @@ def gather_checked(
         What `gather` returns; and the executable, if the call was so plain that a guard on the
         layouts of the indices and of the tensors among ``bufs`` is all that another one needs.
     """
+    indices = containers.as_indices(indices)
     if is_compiling() or _dispatch_modes():
         return _in_graph(indices, bufs, out, bounds, backend), None
-    leaves, spec = _flatten(bufs)
+    leaves, structure = containers.flatten(bufs)
     tensors = [leaf for leaf in leaves if leaf is not None]
-    key = _key(indices, leaves, bounds, backend, spec)
+    key = _key(indices, leaves, bounds, backend, structure)
     executable = _executables.get(key) if key is not None else None
     if executable is None:
         executable = _make(key, indices, bufs, leaves, tensors, bounds, backend)
     if executable is None:
         if out is not None:
-            _flatten_outputs(out, bufs, leaves, spec)
-        return mirrored((), leaves, spec), None
+            _flatten_outputs(out, bufs, leaves, structure)
+        return mirrored((), leaves, structure, indices.shape), None
     request = executable.request
     if request.device.type == "cuda":
         faults.raise_pending(request.device)
@@ -155,16 +162,17 @@ def gather_checked(
         # ones. Under capture nothing may block, and the copy is a part of the graph.
         capturing = torch.cuda.is_current_stream_capturing()
         indices = indices.to(request.device, non_blocking=capturing and indices.is_pinned())
+    shape = indices.shape
     flat = indices.reshape(-1) if indices.dim() != 1 else indices
     if flat.shape[0] and request.bounds != "fill" and executable.has_empty_buffer:
         raise executable.empty_buffer_error(flat.shape[0])
     outs = None
     if out is not None:
-        outs = _flatten_outputs(out, bufs, leaves, spec)
+        outs = _flatten_outputs(out, bufs, leaves, structure)
         check_outputs(outs, tensors, indices, request, executable.site.labels)
 
     def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return _run(executable, flat, indices.shape, sources, outs)
+        return _run(executable, flat, shape, sources, outs)
 
     differentiable = any(tensor.requires_grad for tensor in tensors)
     if differentiable and torch.is_grad_enabled():
@@ -187,7 +195,9 @@ def gather_checked(
         or any(tensor.is_conj() or tensor.is_neg() for tensor in tensors)
         or any(each.requires_grad for each in outs or ())
     )
-    return mirrored(results, leaves, spec), executable if plain else None
+    # Outputs that the caller brought are given back as they came.
+    items = tuple(out) if out is not None else mirrored(results, leaves, structure, shape)
+    return items, executable if plain else None
 
 
 def explain(
@@ -203,7 +213,8 @@ def explain(
     Raises:
         TypeError, ValueError, UnsupportedError: as `gather` does.
     """
-    leaves, _ = _flatten(bufs)
+    indices = containers.as_indices(indices)
+    leaves, _ = containers.flatten(bufs)
     tensors = [leaf for leaf in leaves if leaf is not None]
     executable = _make(None, indices, bufs, leaves, tensors, bounds, backend)
     if executable is None:
@@ -294,26 +305,17 @@ def _remember_outputs(
         _out_shortcuts[key] = OutShortcut(indices, bufs, outs, executable) if again else None
 
 
-def _flatten(bufs: tuple[Any, ...]) -> tuple[list[Any], Any]:
-    """Leaves of the arguments, and their structure where it is more than a row of tensors."""
-    for buf in bufs:
-        if buf is not None and not isinstance(buf, torch.Tensor):
-            return pytree.tree_flatten(bufs)
-    return list(bufs), None
-
-
-def mirrored(results: Sequence[torch.Tensor], leaves: list[Any], spec: Any) -> tuple[Any, ...]:
+def mirrored(
+    results: Sequence[torch.Tensor], leaves: list[Any], structure: Any, shape: torch.Size
+) -> tuple[Any, ...]:
     """The results in the structure of the arguments, with None where these have None."""
     remaining = iter(results)
     items = [None if leaf is None else next(remaining) for leaf in leaves]
-    if spec is None:
-        return tuple(items)
-    structured: tuple[Any, ...] = pytree.tree_unflatten(items, spec)
-    return structured
+    return tuple(items) if structure is None else structure.rebuild(items, shape)
 
 
 def _key(
-    indices: torch.Tensor, leaves: list[Any], bounds: str, backend: str | None, spec: Any
+    indices: torch.Tensor, leaves: list[Any], bounds: str, backend: str | None, structure: Any
 ) -> tuple[Any, ...] | None:
     """All that an executable depends on; None where a tensor does not tell its layout."""
     try:
@@ -335,7 +337,7 @@ def _key(
             for tensor in leaves
         ]
         kind = (type(indices), indices.layout, indices.is_nested, indices.dtype, indices.device)
-        key = (kind, bounds, backend, spec, *layouts)
+        key = (kind, bounds, backend, structure, *layouts)
         hash(key)
     except (AttributeError, RuntimeError, TypeError):
         return None
@@ -375,8 +377,8 @@ def _make(
     for tensor, label in zip(tensors, labels, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
-                f"{label} must be a torch.Tensor, None or a container of them, "
-                f"got {type(tensor).__name__}; convert it with torch.as_tensor"
+                f"{label} must be a torch.Tensor, an array, None or a container of them, "
+                f"got {type(tensor).__name__}; {_remedy(tensor)}"
             )
         _check_strided(tensor, label)
         if tensor.dim() == 0:
@@ -403,6 +405,13 @@ def _make(
     return executable
 
 
+def _remedy(item: Any) -> str:
+    name = type(item).__name__
+    if dataclasses.is_dataclass(item):
+        return f"register the dataclass once with torch.export.register_dataclass({name})"
+    return "convert it with torch.as_tensor"
+
+
 def _check_strided(tensor: torch.Tensor, label: str) -> None:
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -426,12 +435,8 @@ def _check_strided(tensor: torch.Tensor, label: str) -> None:
 
 def _labels(bufs: tuple[Any, ...], leaves: list[Any]) -> tuple[str, ...]:
     """The name of each tensor in the call, such as ``bufs[2]`` or ``bufs[0]['obs']``."""
-    paths, _ = pytree.tree_flatten_with_path(bufs)
-    return tuple(
-        f"bufs{pytree.keystr(path)}"
-        for (path, _), leaf in zip(paths, leaves, strict=True)
-        if leaf is not None
-    )
+    labels = containers.labels(bufs)
+    return tuple(label for label, leaf in zip(labels, leaves, strict=True) if leaf is not None)
 
 
 def _devices(
@@ -497,13 +502,14 @@ def _run(
     return results
 
 
-def _flatten_outputs(out: Any, bufs: tuple[Any, ...], leaves: list[Any], spec: Any) -> list[Any]:
+def _flatten_outputs(
+    out: Any, bufs: tuple[Any, ...], leaves: list[Any], structure: Any
+) -> list[Any]:
     """The output tensors, after checking that ``out`` has the structure of ``bufs``."""
     outs: list[Any] | None = None
     if isinstance(out, (tuple, list)) and len(out) == len(bufs):
-        outs, out_spec = pytree.tree_flatten(tuple(out))
-        expected = pytree.tree_structure(bufs) if spec is None else spec
-        if out_spec != expected:
+        outs, out_structure = containers.flatten(tuple(out), "out", writable=True)
+        if not containers.alike(structure, out_structure, len(bufs)):
             outs = None
     if outs is None:
         raise ValueError(

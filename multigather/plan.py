@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
-from torch.utils import _pytree as pytree
 
-from . import api
+from . import api, containers
 from .shortcut import OutShortcut, Shortcut, guard
 
 # Sets of outputs that a plan remembers having checked; a ring of a few is what people use.
@@ -29,7 +28,7 @@ class Plan:
         self._bufs = bufs
         self._bounds = bounds
         self._backend = backend
-        self._leaves, self._spec = pytree.tree_flatten(bufs)
+        self._leaves, self._structure = containers.flatten(bufs)
         self._tensors = tuple(leaf for leaf in self._leaves if leaf is not None)
         self._flat = len(self._tensors) == len(bufs) and all(
             isinstance(buf, torch.Tensor) for buf in bufs
@@ -70,12 +69,18 @@ class Plan:
             if results is None:
                 results = self._run_another(indices)
             if results is not None:
-                return results if self._flat else api.mirrored(results, self._leaves, self._spec)
+                if self._flat:
+                    return results
+                return api.mirrored(results, self._leaves, self._structure, indices.shape)
         else:
             known = self._into.get(id(out[0])) if isinstance(out, (tuple, list)) and out else None
             results = known.run(indices, self._tensors, out) if known is not None else None
             if results is not None:
                 return results
+        if not isinstance(indices, torch.Tensor):
+            array, indices = indices, containers.as_indices(indices)
+            if indices is not array:
+                return self(indices, out)
         for number, (tensor, layout) in enumerate(zip(self._tensors, self._layouts, strict=True)):
             if _layout(tensor) != layout:
                 raise ValueError(

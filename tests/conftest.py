@@ -92,6 +92,23 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
             api.forget()
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """A device for what does not depend on the backend."""
+    if request.param == "cuda" and not HAVE_GPU:
+        pytest.skip("torch sees no CUDA device")
+    return str(request.param)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small networks on a busy machine: threads that wait for one another cost most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def no_pending_faults() -> Iterator[None]:
     """No test leaves a fault that the next one would raise."""

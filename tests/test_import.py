@@ -71,6 +71,7 @@ def test_import_loads_nothing_optional(imported):
     optional = {
         "cupy", "cupy_backends", "triton", "typer", "rich", "click", "pydantic",
         "platformdirs", "filelock", "gymnasium", "kernels", "tuning_cache",
+        "tensordict", "torchrl", "torch_geometric",
     }  # fmt: skip
     assert not optional & set(imported["loaded"])
 

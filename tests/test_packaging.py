@@ -125,7 +125,9 @@ def test_wheel_metadata(wheel):
         "demo",
         "dev",
         "plot",
+        "pyg",
         "test",
+        "torchrl",
     }
     required = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
     assert {re.match(r"[\w-]+", line)[0] for line in required} == {

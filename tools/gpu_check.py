@@ -35,6 +35,9 @@ PACKAGES = (
     (("typer",), "the command line"),
     (("rich",), "the command line"),
     (("gymnasium",), "the demo"),
+    (("tensordict",), "TensorDicts as arguments"),
+    (("torchrl",), "the integration of TorchRL"),
+    (("torch_geometric", "torch-geometric"), "the integration of PyG"),
 )
 REQUIRED = ("torch", "pytest")
 

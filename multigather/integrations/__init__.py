@@ -1,0 +1,1 @@
+"""Gathers inside other people's programs: one module per library, imported by its users only."""
