@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from .autograd import Gather
 from .bounds import as_int64, resolve
 from .cache import store
 from .executable import Executable
+from .fork import Lock
 from .operator import gather_operator
 from .outputs import check_outputs
 from .request import BOUNDS, INDEX_DTYPES, Request, field_of
@@ -29,7 +29,7 @@ _dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stac
 # shapes from growing without end.
 KEPT_EXECUTABLES = 1024
 _executables: dict[tuple[Any, ...], Executable] = {}
-_executables_lock = threading.Lock()
+_executables_lock = Lock()
 # By the first buffer's id and the options that are not the default ones.
 _shortcuts: dict[Any, Shortcut] = {}
 # By the first buffer's and the first output's id; None where these came only once.
@@ -173,6 +173,8 @@ def gather_checked(
         results = list(Gather.apply(run, indices, bounds, *tensors))  # type: ignore[no-untyped-call]
     else:
         results = run(tensors)
+    if request.host_memory:
+        _announce_reads(tensors, request.device)
     if request.device.type == "cuda" and faults.synchronous and bounds == "raise":
         _synchronise(request.device)
     plain = not (
@@ -516,7 +518,23 @@ def _flatten_outputs(out: Any, bufs: tuple[Any, ...], leaves: list[Any], spec: A
     return [item for item in outs if item is not None]
 
 
+def _announce_reads(tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Let torch's allocator of pinned memory know that a kernel reads these buffers.
+
+    It would otherwise give a buffer that the caller drops now to the next one who asks, before the
+    kernel has read it. A copy that does not block is the only public way to tell it. A graph's
+    buffers must live as long as the graph, so a capture tells nothing.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    for storage in storages.values():
+        if storage.nbytes():
+            first = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (1,), (1,))
+            first.to(device, non_blocking=True)
+
+
 def _synchronise(device: torch.device) -> None:
     if not torch.cuda.is_current_stream_capturing():
         torch.cuda.current_stream(device).synchronize()
-        faults.raise_pending(device)
+        faults.raise_all(device)

@@ -14,6 +14,7 @@ long way, which is right too.
 from __future__ import annotations
 
 import struct
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from . import faults
 from .backends._torch import Operation, SelectRunner
 from .backends.base import KernelRunner
 from .executable import Executable
+from .fork import in_child
 from .launch import (
     Block,
     Launch,
@@ -82,6 +84,8 @@ class Shortcut:
         self._operations: tuple[Operation, ...] = ()
         self._buckets: set[int] = set()
         self.run = run or self._run
+        if run is not None:
+            _launching.add(self)
 
     def learn(self, count: int) -> None:
         """Take over the launch that a call with so many indices has made."""
@@ -131,6 +135,16 @@ class Shortcut:
         if self.executable.on_cuda:
             faults.raise_pending(self.executable.request.device)
         return tuple(runner(indices, shape, buffers, None))
+
+
+# Those whose way reads the fault board, memory that a forked child does not have.
+_launching: weakref.WeakSet[Shortcut] = weakref.WeakSet()
+
+
+@in_child
+def _forget_launches() -> None:
+    for shortcut in list(_launching):
+        shortcut.run = shortcut._run
 
 
 class OutShortcut:
