@@ -39,12 +39,14 @@ WORDS = 8
 # A ticket that stays without one for this long was handed out while the ring was full.
 RECORD_SECONDS = 1.0
 
-# More lanes than a GPU has streams in torch's pools. Beyond them lanes are shared.
-MOST_LANES = 128
+# As many lanes as torch's pool has streams of one priority, and as many for graphs; with more, some
+# share a lane. They are in the board's own memory, because nothing can be allocated in a capture.
+LANES = 64
+LANE_RING = 8
 
 FORKED = (
-    "this process was forked after CUDA was used, and CUDA then works in the parent only, in all "
-    'of torch; start workers by the method "spawn" or "forkserver", or gather on the CPU in them'
+    "this process was forked after CUDA was used, and in torch CUDA then works in the parent only. "
+    'Start workers by the method "spawn" or "forkserver", or gather on the CPU in them'
 )
 
 # Labels of the buffers of each plan, for as long as the plan lives.
@@ -62,15 +64,25 @@ class Board:
     """Fault records of one device.
 
     Attributes:
+        ring: number of records.
         memory: int64 tensor, the words themselves; its address is valid on host and device.
         words: the same memory as unsigned 64-bit words.
         taken: number of tickets that the host has reported.
+
+    Args:
+        device: the device.
+        lane: memory for a lane; without it memory is allocated, for the board and its lanes.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, lane: torch.Tensor | None = None) -> None:
         self.device = device
-        size = WORDS * (1 + RING)
-        self.memory = torch.zeros(size, dtype=torch.int64, pin_memory=device.type != "cpu")
+        self.ring = RING if lane is None else LANE_RING
+        size = WORDS * (1 + self.ring)
+        if lane is None:
+            words = size + LANES * WORDS * (1 + LANE_RING)
+            memory = torch.zeros(words, dtype=torch.int64, pin_memory=device.type != "cpu")
+            lane, self._spare = memory[:size], memory[size:].view(LANES, -1)
+        self.memory = lane
         self.address = self.memory.data_ptr()
         raw = (ctypes.c_uint64 * size).from_address(self.address)
         self.words = memoryview(raw).cast("B").cast("Q")
@@ -94,8 +106,11 @@ class Board:
             with self._lock:
                 if key not in self._lanes:
                     made = list(self._lanes.values())
-                    full = len(made) >= MOST_LANES
-                    self._lanes[key] = made[len(made) % MOST_LANES] if full else Board(self.device)
+                    self._lanes[key] = (
+                        Board(self.device, self._spare[len(made)])
+                        if len(made) < LANES
+                        else made[len(made) % LANES]
+                    )
                 return self._lanes[key]
 
     def wait(self) -> IndexError | None:
@@ -119,13 +134,14 @@ class Board:
             # Lanes first: each of their tickets has rung the bell by now.
             lanes = [(lane, lane.words[0]) for lane in set(self._lanes.values())]
             by_lanes = sum(count - lane.taken for lane, count in lanes)
-            # Torch's addition is not atomic where it must be deterministic: a bell may be lost.
+            # Torch's addition is not atomic where it must be deterministic, and may undo another.
             rung = self.words[0] - self.taken
             tickets = max(rung, by_lanes)
-            if not tickets:
+            if tickets <= 0:
+                self.taken += rung
                 return None
             found = [(record[0] - 1, record) for record in self._records(self.words[0])]
-            if len(found) + by_lanes < min(tickets, RING):
+            if len(found) + by_lanes < min(tickets, self.ring):
                 now = time.monotonic()
                 self._first_seen = self._first_seen or now
                 if now - self._first_seen < RECORD_SECONDS:
@@ -143,8 +159,8 @@ class Board:
     def _records(self, count: int) -> list[tuple[int, ...]]:
         """The records of the tickets that were not taken yet, of ``count`` in all."""
         records = []
-        for ticket in range(self.taken, min(count, self.taken + RING)):
-            start = WORDS * (1 + ticket % RING)
+        for ticket in range(self.taken, min(count, self.taken + self.ring)):
+            start = WORDS * (1 + ticket % self.ring)
             if self.words[start] == ticket + 1:
                 records.append(tuple(self.words[start : start + WORDS]))
         return records

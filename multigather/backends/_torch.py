@@ -264,8 +264,8 @@ class SelectRunner:
         """
         field = self._request.fields[number]
         board = faults.board_of(self._request.device)
-        bell = board.device_words
-        words = board.lane(self._lane()).device_words
+        lane = board.lane(self._lane())
+        bell, words = board.device_words, lane.device_words
         count = bad.sum()
         position = bad.to(torch.uint8).argmax()
         value = indices.gather(0, position.view(1)).view(())
@@ -278,8 +278,8 @@ class SelectRunner:
             [ticket + 1, plan, position, value, buffer, rows, sign_and_order, count - 1]
         )
         ring = words.view(-1, faults.WORDS)
-        slot = (1 + ticket % faults.RING).view(1)
-        free = (count > 0) & (ticket - taken < faults.RING)
+        slot = (1 + ticket % lane.ring).view(1)
+        free = (count > 0) & (ticket - taken < lane.ring)
         ring.index_copy_(0, slot, torch.where(free, record, ring.index_select(0, slot)))
         first, one = torch.zeros_like(slot), (count > 0).to(torch.int64).view(1)
         bell.index_add_(0, first, one)
@@ -291,5 +291,5 @@ class SelectRunner:
         if device.type != "cuda":
             return 0
         if torch.cuda.is_current_stream_capturing():
-            return "graph", self._site.plan % faults.MOST_LANES
+            return "graph", self._site.plan % (faults.LANES // 2)
         return current_stream(device.index)
