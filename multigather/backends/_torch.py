@@ -286,10 +286,10 @@ class SelectRunner:
         words.index_add_(0, first, one)
 
     def _lane(self) -> Hashable:
-        """Whose reports come one after another: those of a stream, or of a graph's replays."""
+        """Whose reports come one after another: those of a stream, or of a plan in graphs."""
         device = self._request.device
         if device.type != "cuda":
             return 0
         if torch.cuda.is_current_stream_capturing():
-            return "graph", self._site.plan % (faults.LANES // 2)
+            return "graph", self._site.plan
         return current_stream(device.index)
