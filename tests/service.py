@@ -252,7 +252,7 @@ def serve(
     threads: int = 8,
     share: float = 0.04,
 ) -> Ledger:
-    """Run the service, a share of its calls bad; the ledger's ``failures`` are empty if it kept its promises."""
+    """Run the service, a share of its calls bad; ``failures`` of the ledger say what went wrong."""
     ledger = Ledger()
     devices = [device]
     if device == "cuda":

@@ -9,7 +9,7 @@ from conftest import Target
 
 import multigather
 
-SECONDS = {"torch-cpu": 3.0, "triton-interpreter": 3.0, "cuda-source-on-cpu": 3.0}
+SECONDS = {"torch-cpu": 2.0, "triton-interpreter": 3.0, "cuda-source-on-cpu": 2.0}
 
 
 def test_good_and_bad_calls_of_many_threads(target: Target) -> None:
