@@ -151,7 +151,12 @@ def gather_checked(
         # A copy that does not block would still read pinned indices when the caller writes the next
         # ones. Under capture nothing may block, and the copy is a part of the graph.
         capturing = torch.cuda.is_current_stream_capturing()
-        indices = indices.to(request.device, non_blocking=capturing and indices.is_pinned())
+        if capturing and not indices.is_pinned():
+            raise RuntimeError(
+                "indices are in pageable host memory, which cannot be copied while a CUDA graph is "
+                "being captured; use indices.pin_memory(), or put them on the GPU before"
+            )
+        indices = indices.to(request.device, non_blocking=capturing)
     flat = indices.reshape(-1) if indices.dim() != 1 else indices
     if flat.shape[0] and request.bounds != "fill" and executable.has_empty_buffer:
         raise executable.empty_buffer_error(flat.shape[0])
