@@ -20,6 +20,7 @@ import json
 import operator
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -326,10 +327,24 @@ def shrink(case: Case, device: str, backend: str | None) -> Case:
     return case
 
 
+def case_of(seed: int, number: int, backend: str | None) -> Case:
+    """Case ``number`` of a seed."""
+    return make(random.Random(f"{seed}/{number}"), transposed=backend in (None, "torch"))
+
+
+def faults_in(case: Case) -> int:
+    """How many calls of a case are misused, or have an index that the mode calls bad."""
+    rows = min(buffer["shape"][0] for buffer in case["buffers"])
+    lowest = -rows if case["bounds"] == "raise" else 0
+    return sum(
+        bool(call["misuse"]) or any(not lowest <= value < rows for value in call["values"])
+        for call in case["calls"]
+    )
+
+
 def failure(seed: int, number: int, device: str, backend: str | None) -> str | None:
     """Run case ``number`` of a seed; if it fails, why, and the command that repeats it."""
-    draw = random.Random(f"{seed}/{number}")
-    case = make(draw, transposed=backend in (None, "torch"))
+    case = case_of(seed, number, backend)
     text = run(case, device, backend)
     if text is None:
         return None
@@ -337,6 +352,13 @@ def failure(seed: int, number: int, device: str, backend: str | None) -> str | N
     option = f" --backend {backend}" if backend else ""
     command = f"python tests/fuzz.py --device {device}{option} --case '{json.dumps(case)}'"
     return f"{run(case, device, backend) or text}\n  {command}"
+
+
+PASSED = re.compile(r"passed: (?P<calls>\d+) calls, (?P<faults>\d+) of them bad or misused")
+
+
+def passed_text(cases: int, seed: int, calls: int, faults: int) -> str:
+    return f"{cases} cases of seed {seed} passed: {calls} calls, {faults} of them bad or misused"
 
 
 def shared(chosen: argparse.Namespace) -> int:
@@ -349,14 +371,17 @@ def shared(chosen: argparse.Namespace) -> int:
         part = ["--first", str(chosen.first + first), "--cases", str(last - first)]
         command = [sys.executable, __file__, *options, *part]
         running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-    failed = 0
+    failed = calls = faults = 0
     for process in running:
         printed, _ = process.communicate()
-        if process.returncode:
+        passed = PASSED.search(printed)
+        if process.returncode or not passed:
             failed += 1
             print(printed.strip() or f"a process ended with {process.returncode}")
+        else:
+            calls, faults = calls + int(passed["calls"]), faults + int(passed["faults"])
     if not failed:
-        print(f"{chosen.cases} cases of seed {chosen.seed} passed")
+        print(passed_text(chosen.cases, chosen.seed, calls, faults))
     return int(bool(failed))
 
 
@@ -381,12 +406,15 @@ def main() -> int:
         return int(text is not None)
     if chosen.processes > 1:
         return shared(chosen)
+    calls = faults = 0
     for number in range(chosen.first, chosen.first + chosen.cases):
+        case = case_of(chosen.seed, number, chosen.backend)
+        calls, faults = calls + len(case["calls"]), faults + faults_in(case)
         text = failure(chosen.seed, number, chosen.device, chosen.backend)
         if text:
             print(f"seed {chosen.seed}, case {number}: {text}")
             return 1
-    print(f"{chosen.cases} cases of seed {chosen.seed} passed")
+    print(passed_text(chosen.cases, chosen.seed, calls, faults))
     return 0
 
 
