@@ -141,7 +141,7 @@ class Soak:
     def fuzz(self) -> list[Row]:
         """Random gathers, some of them misused."""
         rows = []
-        shares = FUZZ_SHARES if self.chosen.device == "cuda" else ((None, 50), ("torch", 50))
+        shares = FUZZ_SHARES if self.chosen.device == "cuda" else ((None, 100),)
         for backend, share in shares:
             cases = max(self.chosen.cases * share // 100, 1)
             options = ["--backend", backend] if backend else []
