@@ -96,7 +96,15 @@ class Board:
         """The words as a tensor of the device, for torch operations on it."""
         if self.device.type == "cpu":
             return self.memory
-        return torch.as_tensor(_DeviceArray(self.address, self.memory.numel()), device=self.device)
+        size = self.memory.numel()
+        words = torch.as_tensor(_DeviceArray(self.address, size), device=self.device)
+        if words.data_ptr() != self.address:
+            # Pinned memory counts as that of the GPU which was current when the allocator took it,
+            # and torch has copied it to this one.
+            construct: Any = torch._C._construct_storage_from_data_pointer
+            storage = construct(self.address, self.device, 8 * size)
+            words = torch.empty(0, dtype=torch.int64, device=self.device).set_(storage)
+        return words
 
     def lane(self, key: Hashable) -> Board:
         """The board of those whose work is done one after another, which ``key`` names."""

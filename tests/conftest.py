@@ -102,4 +102,4 @@ def no_pending_faults() -> Iterator[None]:
 
         torch.cuda.synchronize()
         for device in list(faults._boards):
-            faults.board_of(device).take()
+            faults.board_of(device).wait()

@@ -160,7 +160,8 @@ class Client:
                     self.plan(self.static, out=(self.into,))
                 torch.cuda.synchronize()
                 self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph):
+                # Torch's own stream for captures is one of the first device that captured.
+                with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(device)):
                     self.plan(self.static, out=(self.into,))
 
     def content(self, rows: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
