@@ -146,6 +146,8 @@ def gather_checked(
     request = executable.request
     if request.device.type == "cuda":
         faults.raise_pending(request.device)
+    if request.device.type != "meta":
+        _check_memory(tensors, executable.site.labels)
     moved = indices.device != request.device
     if moved:
         # A copy that does not block would still read pinned indices when the caller writes the next
@@ -436,6 +438,16 @@ def _labels(bufs: tuple[Any, ...], leaves: list[Any]) -> tuple[str, ...]:
         for (path, _), leaf in zip(paths, leaves, strict=True)
         if leaf is not None
     )
+
+
+def _check_memory(tensors: list[torch.Tensor], labels: tuple[str, ...]) -> None:
+    """Refuse tensors without memory, as those are whose storage was freed to be filled again."""
+    for tensor, label in zip(tensors, labels, strict=True):
+        if not tensor.data_ptr() and tensor.numel():
+            raise ValueError(
+                f"{label} has no memory: its storage was freed (resized to 0 bytes); gather before "
+                "that, or after it was filled again"
+            )
 
 
 def _devices(

@@ -338,6 +338,9 @@ def repeated_launch(
     elsewhere = " or ".join(
         f"({' | '.join(names)}) & {mask}" for mask, names in checks.items() if mask
     )
+    # Nor does it know whether there is memory: a storage can be freed and its tensor stay.
+    lacking = " and ".join(f"s{k}" for k, field in enumerate(request.fields) if field.row_bytes)
+    elsewhere = " or ".join(filter(None, (elsewhere, f"not ({lacking})" if lacking else "")))
     if addresses is not None:
         elsewhere = " or ".join(f"s{k} != {address}" for k, address in enumerate(addresses))
     pointers = ", ".join(f"s{k}, o{k}.data_ptr()" for k in KernelRunner.order(request))

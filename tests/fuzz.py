@@ -74,6 +74,10 @@ def spoil(where: str, make: Callable[[Any], Any]) -> Callable[[Arguments], None]
     return lambda arguments: arguments.replace(where, make)
 
 
+def like(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
+
+
 def option(**options: Any) -> Callable[[Arguments], None]:
     return lambda arguments: arguments.options.update(options)
 
@@ -87,13 +91,13 @@ def outputs(make: Callable[[list[Any]], Any]) -> Callable[[Arguments], None]:
 
 # What spoils a call, and what it must raise.
 MISUSES: dict[str, tuple[type[Exception], Callable[[Arguments], None]]] = {
-    "float indices": (TypeError, spoil("indices", lambda i: i.to(torch.float32))),
-    "mask": (TypeError, spoil("indices", lambda i: i == 0)),
-    "complex indices": (TypeError, spoil("indices", lambda i: i.to(torch.complex64))),
+    "float indices": (TypeError, spoil("indices", like(torch.float32))),
+    "mask": (TypeError, spoil("indices", like(torch.bool))),
+    "complex indices": (TypeError, spoil("indices", like(torch.complex64))),
     "list of indices": (TypeError, spoil("indices", lambda i: i.tolist())),
     "array of indices": (TypeError, spoil("indices", lambda i: i.cpu().numpy())),
     "no indices": (TypeError, spoil("indices", lambda i: None)),
-    "sparse indices": (TypeError, spoil("indices", lambda i: i.long().to_sparse())),
+    "sparse indices": (TypeError, spoil("indices", lambda i: like(torch.int64)(i).to_sparse())),
     "meta indices": (ValueError, spoil("indices", lambda i: i.to("meta"))),
     "text": (TypeError, spoil("buffer", lambda b: "rows")),
     "number": (TypeError, spoil("buffer", lambda b: 3.5)),

@@ -208,7 +208,7 @@ def test_soak_runs_test_files_that_exist(gpu_soak):
 def test_service_and_fuzz_print_what_the_soak_reads(gpu_soak):
     """A second of both on the CPU, as the soak runs them."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
-    options = gpu_soak.argparse.Namespace(device="cpu", seconds=1.0, cases=20, processes=2)
+    options = gpu_soak.argparse.Namespace(device="cpu", seconds=1.0, cases=10, processes=2)
     soak = gpu_soak.Soak(options, environment)
     for row in (*soak.service(), *soak.fuzz()):
         assert row.remaining == 0, row
