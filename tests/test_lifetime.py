@@ -41,7 +41,7 @@ def test_ids_and_addresses_that_are_used_again(target: Target) -> None:
     shapes = ((8, 5), (4, 5), (8,), (5, 2, 2), (8, 5))
     dtypes = (torch.float32, torch.int16, torch.uint8)
     seen: set[int] = set()
-    again, turns = 0, 15 if target.name == "triton-interpreter" else 400
+    again, turns = 0, 11 if target.name == "triton-interpreter" else 400
     for turn in range(turns):
         shape, dtype = shapes[turn % 5], dtypes[turn % 3]
         buffer = torch.full(shape, turn % 100, dtype=dtype, device=target.device)

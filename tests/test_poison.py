@@ -128,7 +128,10 @@ def gather_into(
 def test_poison_never_shows(target: Target, bounds: str, dtype: torch.dtype) -> None:
     slabs = [Zeros(layout, target.device) for layout in LAYOUTS]
     sources = [slab.tensor for slab in slabs]
-    indices = random_indices(COUNTS[target.name], dtype, target.device, seed=1)
+    count = COUNTS[target.name]
+    if dtype != torch.int64 and target.device == "cpu":
+        count //= 5  # to save time: only how an index is read differs
+    indices = random_indices(count, dtype, target.device, seed=1)
     outs = [
         torch.full((len(indices), source.shape[1]), POISON, dtype=torch.uint8, device=target.device)
         for source in sources

@@ -358,8 +358,9 @@ def run_workers(folder: Path, *arguments: str) -> None:
 
 
 @needs_fork
-@pytest.mark.parametrize("way", ["gather", "plan"])
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    ("method", "way"), [("fork", "gather"), ("fork", "plan"), ("spawn", "plan")]
+)
 def test_workers_of_a_dataloader(tmp_path: Path, method: str, way: str) -> None:
     """They gather on the CPU, and an index error of theirs arrives in the parent."""
     run_workers(tmp_path, method, way)
