@@ -132,8 +132,8 @@ class Launch:
         threads: threads per block.
         shared_bytes: dynamic shared memory.
         device: number of the device.
-        pointers: how many addresses a call brings.
-        constants: the bytes that follow the addresses in a block.
+        parameters: content of a block; its addresses may be anything.
+        places: where in a block each address that a call brings goes.
         offsets: where in a block each parameter of the function starts.
         keep: objects that must live as long as the function.
     """
@@ -145,8 +145,8 @@ class Launch:
         threads: int,
         shared_bytes: int,
         device: int,
-        pointers: int,
-        constants: bytes,
+        parameters: bytes,
+        places: Sequence[int],
         offsets: Sequence[int],
         keep: Any = None,
     ) -> None:
@@ -155,11 +155,11 @@ class Launch:
         self.threads = threads
         self.shared_bytes = shared_bytes
         self.device = device
-        self.pack = struct.Struct(f"={pointers}Q").pack_into
+        self.places = tuple(places)
         self.pool: list[Block] = []
         # What a call needs, to be unpacked at once.
         self.facts = (function, grid, threads, shared_bytes, self.pool, self)
-        self._template = bytes(8 * pointers) + constants
+        self._template = parameters
         self._offsets = tuple(offsets)
         self._keep = keep
 
@@ -176,7 +176,8 @@ class Launch:
             block = self.pool.pop()
         except IndexError:
             block = self.new_block()
-        self.pack(block.memory, 0, *addresses)
+        for place, address in zip(self.places, addresses, strict=True):
+            struct.pack_into("=Q", block.memory, place, address)
         try:
             self._launch(block)
         except Exception as error:

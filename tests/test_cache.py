@@ -872,7 +872,7 @@ def test_what_cannot_be_written_again_is_refused(path, opened):
 
 SOME_KEYS = [Key(0, 0, 0, 1), Key(9, 4, 2, 16), Key(9, 12, 0, 16)]
 SOME_BACKENDS = {
-    "cupy": measured(1.5, environment="f", config={"layout": "rows", "threads": 64}),
+    "cupy": measured(1.5, environment="f", config={"threads": 64}),
     "torch": measured(7.25, host_us=3.0),
     "triton": measured(2.0, environment="é", at="2026-01-02T03:04:05.000006+05:30"),
 }

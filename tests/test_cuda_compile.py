@@ -26,15 +26,13 @@ import torch
 from multigather.backends._cupy import (
     BOUNDS,
     CONFIGS,
-    FIELD_BYTES,
-    HEAD_BYTES,
     INDEX_TYPES,
     LARGE_CAPACITY,
-    LAYOUTS,
     SMALL_CAPACITY,
     CudaConfig,
     Specialisation,
     capacity_for,
+    parameter_bytes,
     source_text,
 )
 
@@ -185,8 +183,7 @@ pytestmark = pytest.mark.skipif(
     COMPILER is None, reason="no compiler: neither the package nvidia-cuda-nvrtc nor nvcc is here"
 )
 
-TILES = CudaConfig("tiles", 256, 2)
-ROWS = CudaConfig("rows", 256, 2)
+USUAL = CudaConfig(256, 2)
 
 
 @functools.cache
@@ -226,12 +223,8 @@ def describe(specialisation: Specialisation) -> str:
 
 
 def covering_set() -> list[Specialisation]:
-    """Both layouts in each bounds mode, tiles in both widths; every index type and table size.
-
-    Each of them with shifted copies and without.
-    """
-    shapes = [(TILES, bounds, wide) for bounds in BOUNDS for wide in (False, True)]
-    shapes += [(ROWS, bounds, False) for bounds in BOUNDS]
+    """Each bounds mode in both widths, with shifted copies and without; every type, table size."""
+    shapes = [(bounds, wide) for bounds in BOUNDS for wide in (False, True)]
     dtypes = itertools.cycle(INDEX_TYPES)
     fields = itertools.cycle((1, 8, 16, SMALL_CAPACITY, LARGE_CAPACITY))
     streaming = itertools.cycle((False, True, True))
@@ -241,11 +234,11 @@ def covering_set() -> list[Specialisation]:
             next(dtypes),
             bounds,
             wide,
-            replace(config, streaming=next(streaming)),
+            replace(USUAL, streaming=next(streaming)),
             shifted,
         )
         for shifted in (False, True)
-        for config, bounds, wide in shapes
+        for bounds, wide in shapes
     ]
 
 
@@ -254,8 +247,8 @@ def test_compiles_for_every_architecture(architecture: int) -> None:
     """Every macro value compiles without a warning, and at most a few registers are spilled."""
     chosen = covering_set()
     assert {each.index_dtype for each in chosen} == set(INDEX_TYPES)
-    assert {(each.config.layout, each.bounds) for each in chosen} == {
-        *itertools.product(LAYOUTS, BOUNDS)
+    assert {(each.bounds, each.wide, each.shifted) for each in chosen} == {
+        *itertools.product(BOUNDS, (False, True), (False, True))
     }
     for each, result in zip(chosen, compile_all(chosen, architecture), strict=True):
         _, stores, loads = result.stack
@@ -285,11 +278,10 @@ def test_no_config_spills(shifted: bool) -> None:
             assert (frame, stores, loads) == (0, 0, 0), f"uses the stack: {describe(each)}"
 
 
-@pytest.mark.parametrize("config", [TILES, ROWS], ids=lambda config: config.layout)
-def test_no_mode_and_index_type_spills(config: CudaConfig) -> None:
+def test_no_mode_and_index_type_spills() -> None:
     """With the usual unroll, every bounds mode and index type keeps everything in registers."""
     chosen = [
-        Specialisation(4, dtype, bounds, False, config, shifted)
+        Specialisation(4, dtype, bounds, False, USUAL, shifted)
         for bounds in BOUNDS
         for dtype in INDEX_TYPES
         if bounds == "raise" or dtype in (torch.int64, torch.uint8)
@@ -301,25 +293,25 @@ def test_no_mode_and_index_type_spills(config: CudaConfig) -> None:
 
 def test_a_spill_would_be_seen() -> None:
     """Where the block is so large that registers run out, the report is not zero."""
-    specialisation = Specialisation(4, torch.int64, "raise", True, CudaConfig("tiles", 1024, 8))
+    specialisation = Specialisation(4, torch.int64, "raise", True, CudaConfig(1024, 8))
     assert min(compile_one(specialisation, CLOSE).stack) > 0
 
 
 @pytest.mark.parametrize(("most", "limit"), [(SMALL_CAPACITY, 4096), (LARGE_CAPACITY, 32764)])
 def test_parameters_fit(most: int, limit: int) -> None:
     """Every table size that the host asks for has the size it packs, within the limit."""
-    assert HEAD_BYTES + FIELD_BYTES * most <= limit < HEAD_BYTES + FIELD_BYTES * (most + 1)
+    assert parameter_bytes(most) <= limit < parameter_bytes(most + 1)
     tables = sorted({capacity_for(count, most) for count in range(1, most + 1)})
     assert tables[-1] == most
 
     def check(fields: int) -> None:
-        specialisation = Specialisation(fields, torch.int64, "raise", False, TILES)
-        size = HEAD_BYTES + FIELD_BYTES * fields
+        specialisation = Specialisation(fields, torch.int64, "raise", False, USUAL)
+        size = parameter_bytes(fields)
         compile_one(specialisation, CLOSE, f"static_assert(sizeof(Parameters) == {size});")
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(check, tables))
-    specialisation = Specialisation(most, torch.int64, "raise", False, TILES)
+    specialisation = Specialisation(most, torch.int64, "raise", False, USUAL)
     with pytest.raises(CompileError, match=r"static.assert"):
         compile_one(specialisation, CLOSE, f"static_assert(sizeof(Parameters) > {limit});")
 
@@ -340,12 +332,7 @@ def operations(cubin: bytes, folder: Path) -> list[str]:
 IN_FLIGHT = pytest.mark.parametrize(
     ("config", "bounds"),
     [(config, "raise") for config in CONFIGS if config.threads == 256]
-    + [
-        (CudaConfig(layout, 256, 4), bounds)
-        for layout in LAYOUTS
-        for bounds in BOUNDS
-        if bounds != "raise"
-    ],
+    + [(CudaConfig(256, 4), bounds) for bounds in BOUNDS if bounds != "raise"],
     ids=lambda value: value if isinstance(value, str) else value.describe().replace(", ", "-"),
 )
 

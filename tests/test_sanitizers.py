@@ -155,7 +155,7 @@ from cuda_host import HostCudaBackend
 from multigather.backends._cupy import SHIFTED, CudaConfig, units_of
 from multigather.backends.base import destinations_of
 from multigather.request import Request, Site, field_of
-runtime, ROWS, STRIDE = ctypes.CDLL(None), 5, 72
+runtime, ROWS, STRIDE = ctypes.CDLL(None), 5, 1040
 def mark(what, tensor):
     getattr(runtime, f"__asan_{what}_memory_region")(
         ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel())
@@ -163,15 +163,15 @@ def mark(what, tensor):
 memory = torch.arange(16 + ROWS * STRIDE).remainder(251).to(torch.uint8)
 table = memory[8 : 8 + ROWS * STRIDE].view(ROWS, STRIDE)
 indices = torch.tensor([4, 0, 3, 1, 2])
-for width, start, layout in itertools.product(range(33, 65), range(16), ("tiles", "rows")):
+for width, start in itertools.product((*range(33, 65), 511, 512, 1030), range(16)):
     source = table[:, : width + VALUE]
-    out = torch.zeros(ROWS * 77 + 16, dtype=torch.uint8)[start:][: ROWS * 77].view(ROWS, 77)
+    out = torch.zeros(ROWS * 1045 + 16, dtype=torch.uint8)[start:][: ROWS * 1045].view(ROWS, 1045)
     out = out[:, : width + VALUE]
     field = field_of(source)
     if units_of(field, *destinations_of([out], 1))[0] != SHIFTED:
         continue
     request = Request(torch.device("cpu"), False, torch.int64, ROWS, "clip", (field,))
-    runner = HostCudaBackend().prepare(request, CudaConfig(layout), Site(1, (0,), ("bufs[0]",)))
+    runner = HostCudaBackend().prepare(request, CudaConfig(), Site(1, (0,), ("bufs[0]",)))
     mark("poison", memory)
     for row in table:
         mark("unpoison", row[:width])

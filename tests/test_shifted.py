@@ -9,43 +9,15 @@ import pytest
 import torch
 from cases import Slab, assert_gathered, expected, raw_bytes
 from conftest import Target
+from gather_cu import launch
 
-from multigather import dispatch, faults
 from multigather.backends import _cupy
-from multigather.backends._cupy import EMPTY, SHIFTED, CudaBackend, CudaConfig, illegal, units_of
-from multigather.backends.base import Destination, new_destination
-from multigather.request import Field, Request, Site, field_of, power_of_two_divisor
+from multigather.backends._cupy import EMPTY, SHIFTED, CudaConfig, units_of
+from multigather.backends.base import Destination
+from multigather.request import Field, field_of, power_of_two_divisor
 
 TARGET_BACKENDS = ("cupy",)  # read by conftest.py: no other backend copies rows shifted
 BOUNDS = ("raise", "fill", "clip", "unchecked")
-
-
-def launch(
-    target: Target,
-    indices: torch.Tensor,
-    sources: Sequence[torch.Tensor],
-    outs: Sequence[torch.Tensor] | None = None,
-    bounds: str = "raise",
-    config: CudaConfig | None = None,
-) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
-    """Gather by the kernel alone; returns the outputs and the faults: (position, buffer) pairs."""
-    (backend,) = (each for each in dispatch.BACKENDS if each.name == "cupy")
-    numbers = tuple(range(len(sources)))
-    site = Site(0, numbers, tuple(f"bufs[{number}]" for number in numbers))
-    fields = tuple(map(field_of, sources))
-    request = Request(indices.device, False, indices.dtype, len(indices), bounds, fields)
-    # Not the method of the backend on a CPU, which raises for a fault.
-    runner = CudaBackend.prepare(backend, request, config or CudaConfig(), site)
-    outputs = runner(indices, indices.shape, sources, outs)
-    if target.device == "cuda":
-        torch.cuda.synchronize()
-    board = faults.board_of(indices.device)
-    tickets = range(board.taken, board.words[0])
-    assert len(tickets) <= faults.RING
-    starts = [faults.WORDS * (1 + ticket % faults.RING) for ticket in tickets]
-    met = [(board.words[start + 2], board.words[start + 4]) for start in starts]
-    board.take()
-    return outputs, met
 
 
 def kinds_of(sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> list[int]:
@@ -93,12 +65,9 @@ def test_every_misalignment_of_source_and_destination(target: Target, widths: ra
 
 @pytest.mark.parametrize("bounds", BOUNDS)
 @pytest.mark.parametrize("unroll", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("layout", "wide"), [("tiles", False), ("tiles", True), ("rows", False)], ids=str
-)
+@pytest.mark.parametrize("wide", [False, True], ids=["32-bit", "64-bit"])
 def test_every_mode(
     target: Target,
-    layout: str,
     wide: bool,
     unroll: int,
     bounds: str,
@@ -106,12 +75,7 @@ def test_every_mode(
 ) -> None:
     """Shifted fields beside others: right rows, rows of zeros, untouched gaps, each fault once."""
     if wide:
-        original = _cupy.Specialisation
-
-        def widened(fields, index_dtype, bounds, wide, config, shifted):
-            return original(fields, index_dtype, bounds, True, config, shifted)
-
-        monkeypatch.setattr(_cupy, "Specialisation", widened)
+        monkeypatch.setattr(_cupy, "WIDE_FROM", 0)
     shapes = [
         ((33,), torch.uint8, 0, 0),
         ((47,), torch.uint8, 7, 5),
@@ -142,8 +106,8 @@ def test_every_mode(
     into = [out.tensor for out in outs]
     assert kinds_of(sources, into).count(SHIFTED) == 8
     assert EMPTY in kinds_of(sources, into)
-    # Few threads: many tiles, and rows of several chunks.
-    config = CudaConfig(layout, 32, unroll)
+    # Few threads: many tiles, and rows of several pieces.
+    config = CudaConfig(32, unroll)
     _, met = launch(target, indices, sources, into, bounds, config)
     for source, out in zip(sources, outs, strict=True):
         want = expected(indices, source, bounds)
@@ -159,10 +123,10 @@ def test_no_rows(target: Target) -> None:
     """A buffer without rows, which may have no address, gives rows of zeros."""
     none = torch.empty(0, 41, dtype=torch.uint8, device=target.device)
     indices = torch.tensor([0, -1, 5], device=target.device)
-    for layout, bounds in itertools.product(("tiles", "rows"), ("raise", "fill")):
+    for bounds in ("raise", "fill"):
         out = Slab(3, (41,), offset=5, gap=2, device=target.device)
         out.poison()
-        _, met = launch(target, indices, [none], [out.tensor], bounds, CudaConfig(layout))
+        _, met = launch(target, indices, [none], [out.tensor], bounds)
         assert not out.tensor.any()
         out.assert_guards_intact()
         assert sorted(met) == ([(0, 0), (1, 0), (2, 0)] if bounds == "raise" else [])
@@ -221,14 +185,3 @@ def test_which_rows_are_copied_shifted() -> None:
     # The widest unit of all, but for the output's address.
     assert units_of(field(64), Destination(64, 16)) == (4, 4)
     assert units_of(field(64), Destination(64, 2)) == (SHIFTED, 5)
-
-
-def test_legal_counts_windows() -> None:
-    """The rows layout is legal where its blocks are few enough, counted as for the launch."""
-    count = 2**24
-    width = 127 * 32 * 16 + 1
-    assert units_of(field(width), new_destination(field(width)))[1] == 127 * 32 + 1
-    config = CudaConfig("rows", 32, 1)
-    request = Request(torch.device("cuda"), False, torch.int64, count, "raise", (field(width),))
-    assert illegal(request, config)
-    assert illegal(request.with_count(count - 1), config) is None

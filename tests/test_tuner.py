@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import math
 import os
@@ -70,11 +71,10 @@ def the_file(folder: Path) -> Path:
 
 @pytest.mark.parametrize("preset", shapes.PRESETS)
 def test_presets_leave_nothing_out_silently(preset: str) -> None:
-    counts, sizes, buffers, layouts = shapes.PRESETS[preset]
-    requests, skipped = shapes.grid(torch.device("cuda", 0), counts, sizes, buffers, layouts)
+    requests, skipped = shapes.preset(torch.device("cuda", 0), preset)
     combinations = 0
-    for number in buffers:
-        for size in sizes:
+    for counts, sizes, buffers, layouts in shapes.PRESETS[preset]:
+        for number, size in itertools.product(buffers, sizes):
             combinations += len(counts) * sum(
                 shapes.makes_sense(each, size, number) for each in layouts
             )
@@ -95,6 +95,10 @@ def test_layouts_are_what_they_say(layout: str, unit: int) -> None:
             key = key_of(request)
             assert key.row == size.bit_length() - 1
             assert key.unit == unit
+    columns = shapes.request_of(CPU, 8, shapes.field_widths("columns", 4, 24))
+    assert [field.row_bytes for field in columns.fields] == [8, 4, 2, 1] * 6
+    assert shapes.makes_sense("columns", 4, 24)
+    assert not shapes.makes_sense("columns", 8, 24)
     assert not shapes.makes_sense("ragged", 512, 1)
     assert not shapes.makes_sense("odd", 1, 4)
 
@@ -109,10 +113,7 @@ def test_held_out_gathers_repeat_by_seed_and_vary() -> None:
     assert min(len(each.fields) for each in first) == 1
     assert max(each.count for each in first) > 100_000
     assert any(each.row_bytes % 2 for each in first)
-    tuned = {
-        shape.to_text(each).__repr__()
-        for each in shapes.grid(device, *shapes.PRESETS["default"])[0]
-    }
+    tuned = {shape.to_text(each).__repr__() for each in shapes.preset(device, "default")[0]}
     assert not tuned & {shape.to_text(each).__repr__() for each in first}
 
 
@@ -140,15 +141,14 @@ def test_candidates_are_every_legal_config_and_the_heuristics_own() -> None:
 
 
 def test_the_one_predicate_of_legality() -> None:
-    """Every config of the space is legal or has its reason, at sizes where both happen."""
-    cuda = _cupy.CudaBackend()
-    small = small_request()
-    assert all(cuda.illegal(small, config) is None for config in cuda.space())
-    huge = replace(small, count=2**31)
-    for config in cuda.space():
-        reason = cuda.illegal(huge, config)
-        assert (reason is not None) == (config.layout == "rows")
-        assert reason is None or "2147483648 thread blocks" in reason
+    """A config of the space is legal or has its reason; candidates are those without one."""
+    wide = shapes.request_of(CPU, 16, [(4, 4)], rows=50)
+    for backend in (_cupy.CudaBackend(), _triton.TritonBackend(), _torch.TorchBackend()):
+        for request in (small_request(), wide, replace(wide, count=2**31)):
+            reasons = [backend.illegal(request, config) for config in backend.space()]
+            assert None in reasons
+            assert all(reason is None or len(reason) > 20 for reason in reasons)
+    assert any(_torch.TorchBackend().illegal(wide, each) for each in _torch.TorchBackend().space())
 
 
 @pytest.mark.parametrize(
@@ -791,7 +791,7 @@ def test_a_kernel_backend_is_chosen_and_runs(folder: Path, monkeypatch: pytest.M
     if backend.unavailable():
         pytest.skip("; ".join(backend.unavailable()))
     monkeypatch.setattr(dispatch, "BACKENDS", (backend, *dispatch.BACKENDS[1:]))
-    slow, fast = _cupy.CudaConfig("tiles", 128, 1), _cupy.CudaConfig("rows", 64, 4)
+    slow, fast = _cupy.CudaConfig(128, 1), _cupy.CudaConfig(64, 4)
     entries = {}
     for count in (4, 64):
         request = shapes.request_of(CPU, count, [(4, 25), (1, 33)], rows=40)
@@ -810,7 +810,7 @@ def test_a_kernel_backend_is_chosen_and_runs(folder: Path, monkeypatch: pytest.M
     for count, origin in ((64, "measured, m64."), (16, "measured around it in 2 entries")):
         indices = torch.randint(-40, 40, (count,))
         text = str(multigather.explain(indices, *buffers))
-        assert "runs on cupy (layout=rows, threads=64, unroll=4, streaming=False)" in text
+        assert "runs on cupy (threads=64, unroll=4, streaming=False)" in text
         assert f"chosen by: {origin}" in text
         for _ in range(3):
             for out, buffer in zip(multigather.gather(indices, *buffers), buffers, strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import struct
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -43,20 +44,42 @@ INDEX_TYPES = {
     torch.uint64: "unsigned long long",
 }
 BOUNDS = {"raise": 0, "fill": 1, "clip": 2, "unchecked": 3}
-LAYOUTS = {"tiles": 0, "rows": 1}
+
+# struct Parameters of gather.cu: a head, lines of first tiles, entries that two addresses begin.
+HEAD_BYTES = 48
+FIELD_BYTES = 64
+LINE_STARTS = 16  # first tiles in a line of the constant cache
+
+
+def room_for_starts(fields: int) -> int:
+    """First tiles that a table of so many fields has room for: whole lines."""
+    return -(-fields // LINE_STARTS) * LINE_STARTS
+
+
+def parameter_bytes(fields: int) -> int:
+    """Size of the parameters of a kernel with a table of so many fields."""
+    return HEAD_BYTES + 4 * room_for_starts(fields) + FIELD_BYTES * fields
+
+
+def capacity_within(size: int) -> int:
+    """Most fields whose parameters have at most this size."""
+    return max(fields for fields in range(size // FIELD_BYTES) if parameter_bytes(fields) <= size)
+
 
 # Kernel parameters: 4,096 bytes everywhere; 32,764 from CUDA 12.1 on, on compute capability 7.0 and
-# newer. The structure has a 56-byte head and 72 bytes per field.
-HEAD_BYTES = 56
-FIELD_BYTES = 72
-SMALL_CAPACITY = (4096 - HEAD_BYTES) // FIELD_BYTES
-LARGE_CAPACITY = (32764 - HEAD_BYTES) // FIELD_BYTES
+# newer.
+SMALL_CAPACITY = capacity_within(4096)
+LARGE_CAPACITY = capacity_within(32764)
 NO_TILE = 2**32 - 1
 MOST_BLOCKS = 2**31 - 1
+# Unit numbers and warp numbers from here on take 64 bits, and divisions by the hardware.
+WIDE_FROM = 2**31
 
-# Kinds of fields beside the copy units of 1 << 0 to 1 << 4 bytes, see log2_unit in gather.cu.
+# Kinds of fields beside the copy units of 1 << 0 to 1 << 4 bytes, as in gather.cu.
 EMPTY = 5
 SHIFTED = 6
+BY_WARPS = 8
+WARP = 32
 # Rows with copy units of so many bytes are copied shifted from so many bytes per row on: an H200
 # copies about 0.5e12 units per second whatever their width, with units of 1 byte an eighth of its
 # memory rate. Windows and their words take about three times the work of a plain unit.
@@ -69,21 +92,16 @@ class CudaConfig(Config):
     """Knobs of gather.cu.
 
     Attributes:
-        layout: "tiles", a thread block copies one tile of one field; "rows", it copies one chunk
-            of one row in every field.
         threads: threads per block, a multiple of 32.
         unroll: copy units in flight per thread.
         streaming: evict-first loads and stores, for tables and outputs far beyond the L2 cache.
     """
 
-    layout: str = "tiles"
     threads: int = 256
     unroll: int = 2
     streaming: bool = False
 
     def __post_init__(self) -> None:
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"layout must be one of {sorted(LAYOUTS)}, got {self.layout!r}")
         if self.threads not in (32, 64, 128, 256, 512, 1024):
             raise ValueError(f"threads must be 32, 64, ... or 1024, got {self.threads!r}")
         if self.unroll not in (1, 2, 4, 8):
@@ -92,18 +110,17 @@ class CudaConfig(Config):
             raise ValueError(f"streaming must be true or false, got {self.streaming!r}")
 
 
-# The search space. Of 23 configs measured on an H200 over 430 gathers, 15 of the tiles layout held
-# every gather within 0.2 % of the fastest. Streaming gains up to 6 %, and unroll 8 never won. The
-# rows layout wins by 3 to 7 % for one buffer of long rows in 8-byte units.
+# The search space. Over 700 gathers on an H200, none of what is left out was faster than the best
+# of these by more than 1 %: unroll 8, streaming with smaller blocks, and a layout in which a block
+# copies one chunk of a row in every field.
 CONFIGS = [
     *(
-        CudaConfig("tiles", threads, unroll, False)
+        CudaConfig(threads, unroll, False)
         for threads in (64, 128, 256, 512)
         for unroll in (1, 2, 4)
     ),
-    *(CudaConfig("tiles", 1024, unroll, False) for unroll in (1, 2)),
-    *(CudaConfig("tiles", *each, True) for each in ((64, 4), (128, 2), (256, 2))),
-    *(CudaConfig("rows", *each, False) for each in ((64, 4), (128, 4))),
+    *(CudaConfig(1024, unroll, False) for unroll in (1, 2)),
+    *(CudaConfig(*each, True) for each in ((128, 2), (256, 2), (512, 2), (128, 4))),
 ]
 
 
@@ -137,13 +154,13 @@ class Specialisation:
         """Macro names and values."""
         return {
             "FIELDS": str(self.fields),
+            "STARTS": str(room_for_starts(self.fields)),
             "SEARCH_STEP": str(1 << (self.fields - 1).bit_length() >> 1),
             "INDEX": INDEX_TYPES[self.index_dtype],
             "INDEX_SIGNED": str(int(self.index_dtype.is_signed)),
             "BOUNDS": str(BOUNDS[self.bounds]),
             "WIDE": str(int(self.wide)),
             "SHIFTED": str(int(self.shifted)),
-            "LAYOUT": str(LAYOUTS[self.config.layout]),
             "THREADS": str(self.config.threads),
             "UNROLL": str(self.config.unroll),
             "STREAMING": str(int(self.config.streaming)),
@@ -159,7 +176,7 @@ class CudaBackend:
     """See the module's docstring; the methods are those of `base.Backend`."""
 
     name: ClassVar[str] = "cupy"
-    revision: ClassVar[int] = 1
+    revision: ClassVar[int] = 2
 
     def version(self) -> str | None:
         """Version of CuPy, None if it is not installed."""
@@ -197,8 +214,7 @@ class CudaBackend:
 
     def illegal(self, request: Request, config: Config) -> str | None:
         """See `base.Backend.illegal`."""
-        assert isinstance(config, CudaConfig)
-        return illegal(request, config)
+        return None
 
     def variant(self, request: Request, config: Config) -> Hashable | None:
         """See `base.Backend.variant`."""
@@ -228,23 +244,12 @@ class CudaBackend:
         grid: int,
         threads: int,
         device: torch.device,
-        pointers: int,
-        constants: bytes,
+        parameters: bytes,
+        places: Sequence[int],
     ) -> Any:
         """The launch of a compiled variant; the structure is the function's only parameter."""
         function = _load(specialisation, device.index)
-        return Launch(function, grid, threads, 0, device.index, pointers, constants, (0,))
-
-
-def illegal(request: Request, config: CudaConfig) -> str | None:
-    """Why a config cannot run a request: the rows layout needs a block per row and chunk."""
-    if config.layout == "tiles":
-        return None
-    units = [units_of(field, new_destination(field))[1] for field in request.fields]
-    blocks = request.count * -(-max(units, default=1) // (config.threads * config.unroll))
-    if blocks > MOST_BLOCKS:
-        return f"it needs {blocks} thread blocks in one launch, which has at most {MOST_BLOCKS}"
-    return None
+        return Launch(function, grid, threads, 0, device.index, parameters, places, (0,))
 
 
 def units_of(field: Field, destination: Destination) -> tuple[int, int]:
@@ -260,6 +265,40 @@ def units_of(field: Field, destination: Destination) -> tuple[int, int]:
     return unit.bit_length() - 1, field.row_bytes // unit
 
 
+@dataclass(frozen=True)
+class Work:
+    """How a field's rows are divided among threads; see struct Field in gather.cu.
+
+    Attributes:
+        kind: of copy units, and whether warps copy pieces of rows.
+        parts: copy units or pieces per row.
+        parts_per_tile: parts that a thread block copies.
+        width: copy units, or bytes if shifted, of a row; 0 where the kernel does not ask.
+        piece: copy units per piece.
+    """
+
+    kind: int
+    parts: int
+    parts_per_tile: int
+    width: int
+    piece: int
+
+
+def work_of(field: Field, destination: Destination, config: CudaConfig) -> Work:
+    """How to divide a field's rows with a config.
+
+    Rows of a warp's width or more are copied in pieces of up to 32 * unroll units, as equal as
+    whole warps allow.
+    """
+    kind, units = units_of(field, destination)
+    width = field.row_bytes if kind == SHIFTED else units
+    if kind not in (3, 4, SHIFTED) or not WARP <= units < 2**31:
+        return Work(kind, units, config.threads * config.unroll, width & 2**32 - 1, 0)
+    pieces = -(-units // (WARP * config.unroll))
+    piece = WARP * -(-units // (WARP * pieces))
+    return Work(BY_WARPS + kind, -(-units // piece), config.threads // WARP, width, piece)
+
+
 def _launch_of(
     backend: CudaBackend,
     request: Request,
@@ -272,15 +311,12 @@ def _launch_of(
     destinations: Sequence[Destination],
 ) -> Any:
     """The launch of some fields, see `base.KernelRunner`."""
-    kinds, units = zip(
-        *(units_of(request.fields[number], destinations[number]) for number in numbers),
-        strict=True,
-    )
+    works = [work_of(request.fields[number], destinations[number], config) for number in numbers]
+    kinds = [work.kind for work in works]
     tile = config.threads * config.unroll
-    wide = config.layout == "tiles" and max(units) * count + tile >= 2**31
-    chunks = -(-max(units) // tile)
-    tiles = [-(-count * each // tile) for each in units]
-    grid = sum(tiles) if config.layout == "tiles" else count * chunks
+    wide = max(work.parts for work in works) * count + tile >= WIDE_FROM
+    tiles = [-(-count * work.parts // work.parts_per_tile) for work in works]
+    grid = sum(tiles)
     if grid > MOST_BLOCKS:
         raise ValueError(
             f"{count} indices need {grid} thread blocks in one launch, which has at most "
@@ -288,31 +324,43 @@ def _launch_of(
         )
     capacity = capacity_for(len(numbers), most)
     specialisation = Specialisation(
-        capacity, request.index_dtype, request.bounds, wide, config, SHIFTED in kinds
+        capacity,
+        request.index_dtype,
+        request.bounds,
+        wide,
+        config,
+        any(kind & ~BY_WARPS == SHIFTED for kind in kinds),
     )
     board = faults.board_of(request.device).address if request.bounds == "raise" else 0
-    # What follows the pointers in struct Parameters of gather.cu: free places, head, fields.
-    constants = bytearray(16 * (capacity - len(numbers)))
-    constants += struct.pack("=qqQQQQ", index_stride, count, board, site.plan, chunks, len(numbers))
-    first = 0
+    # struct Parameters of gather.cu, its addresses still 0.
+    parameters = bytearray(struct.pack("=QqqQQ8x", 0, index_stride, count, board, site.plan))
+    places = [0]
+    starts = [0, *itertools.accumulate(tiles[:-1])]
+    starts += [NO_TILE] * (room_for_starts(capacity) - len(starts))
+    parameters += struct.pack(f"={len(starts)}I", *starts)
     for place, number in enumerate(numbers):
+        places += (len(parameters), len(parameters) + 8)
         field = request.fields[number]
-        constants += struct.pack(
-            "=qqqqIIIIII",
+        work = works[place]
+        magic, shift = (work.parts >> 32, 0) if wide else multiplier(work.parts)
+        parameters += struct.pack(
+            "=QQqqqIIIIIHH",
+            0,
+            0,
             field.rows,
             field.row_stride_bytes,
             destinations[number].row_stride_bytes,
-            units[place],
-            first,
-            kinds[place],
-            *(multiplier(units[place]) if not wide else (0, 0)),
+            work.parts & 2**32 - 1,
+            magic,
+            work.width,
+            work.piece,
             site.numbers[number],
-            field.row_bytes if kinds[place] == SHIFTED else 0,
+            shift,
+            work.kind,
         )
-        first += tiles[place]
-    constants += struct.pack("=32xI20x", NO_TILE) * (capacity - len(numbers))
+    parameters += bytes(FIELD_BYTES * (capacity - len(numbers)))
     return backend.launch_of(
-        specialisation, grid, config.threads, request.device, 1 + 2 * len(numbers), bytes(constants)
+        specialisation, grid, config.threads, request.device, bytes(parameters), places
     )
 
 

@@ -292,8 +292,8 @@ def _compile(
         threads,
         shared,
         device.index,
-        len(names),
-        bytes(constants),
+        bytes(8 * len(names)) + bytes(constants),
+        range(0, 8 * len(names), 8),
         offsets,
         compiled,
     )

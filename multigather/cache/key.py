@@ -12,16 +12,17 @@ UNITS = (1, 2, 4, 8, 16)
 # How much the facts matter, in units in which a neighbour's weight falls by e. Fitted on 304
 # gathers tuned on an H200, each left out in turn and chosen for by the others: of the weightings
 # that were equally good within the noise, this one needs the fewest facts. Choices made so took
-# 0.7 % longer than the fastest config (median), 5 % (90th percentile) and 28 % (worst).
+# 0.5 % longer than the fastest config (median), 4.5 % (90th percentile) and 12 % (worst).
 BUFFERS_WEIGHT = 2.0
 UNITS_WEIGHT = 1.0
 BYTES_WEIGHT = 0.5
-NARROW_WEIGHT = 6.0
+NARROW_WEIGHT = 3.0
 # A choice from further away is no better than the heuristic.
 FARTHEST = 8.0
 # Of a shorter row, kernels copy each narrow unit alone; a longer one they may copy in wide words.
 LONG_ROW_UNITS = 32
 NARROW_UNIT = 8
+SHARES = ("", ".partly-narrow", ".narrow")
 
 
 @dataclass(frozen=True, order=True)
@@ -38,12 +39,17 @@ class Key:
         buffers: the same for the number of buffers.
         unit: bytes of the widest copy unit that address, stride and size of the rows allow, the
             mean over all units of a row.
+        narrow: whether long rows of narrow units, `LONG_ROW_UNITS` or more of less than
+            `NARROW_UNIT` bytes, have 0 none, 1 less or 2 more than half of the bytes. A kernel that
+            has to shift them into wide words holds more registers, and with them all of the launch:
+            without this fact a mean unit of 8 bytes led to blocks of 1024 threads, 33 % slower.
     """
 
     count: int
     row: int
     buffers: int
     unit: int
+    narrow: int = 0
 
     def __post_init__(self) -> None:
         exponents = (self.count, self.row, self.buffers)
@@ -51,11 +57,14 @@ class Key:
             raise ValueError(f"exponents must be 0 to 63, got {exponents}")
         if self.unit not in UNITS:
             raise ValueError(f"unit must be one of {UNITS}, got {self.unit!r}")
+        if type(self.narrow) is not int or not 0 <= self.narrow < len(SHARES):
+            raise ValueError(f"narrow must be 0, 1 or 2, got {self.narrow!r}")
 
     @property
     def label(self) -> str:
         """The key as a name: powers of two in place of their exponents."""
-        return f"m{1 << self.count}.row{1 << self.row}.buffers{1 << self.buffers}.unit{self.unit}"
+        sizes = f"m{1 << self.count}.row{1 << self.row}.buffers{1 << self.buffers}"
+        return f"{sizes}.unit{self.unit}{SHARES[self.narrow]}"
 
     def distance(self, other: Key) -> float:
         """How little another class of gathers says about this one; 0 says as much as itself."""
@@ -63,14 +72,13 @@ class Key:
         return sum(abs(one - another) for one, another in pairs)
 
     def _facts(self) -> tuple[float, ...]:
-        narrow = self.unit < NARROW_UNIT and 1 << self.row >= LONG_ROW_UNITS * self.unit
         size = self.count + self.row + self.buffers
-        units = size - (4 if narrow else math.log2(self.unit))
+        units = size - (4 if self.narrow else math.log2(self.unit))
         return (
             BUFFERS_WEIGHT * self.buffers,
             UNITS_WEIGHT * units,
             BYTES_WEIGHT * size,
-            NARROW_WEIGHT * narrow,
+            NARROW_WEIGHT * self.narrow,
         )
 
     def differences(self, other: Key) -> str:
@@ -82,6 +90,8 @@ class Key:
                 texts.append(f"{name} {1 << theirs} for {1 << mine}")
         if self.unit != other.unit:
             texts.append(f"unit {other.unit} for {self.unit}")
+        if self.narrow != other.narrow:
+            texts.append(f"narrow {other.narrow} for {self.narrow}")
         return ", ".join(texts) or "nothing"
 
 
@@ -91,9 +101,15 @@ def key_of(request: Request) -> Key:
     total = sum(field.row_bytes for field in fields)
     units = sum(field.row_bytes // field.unit_bytes for field in fields)
     unit = total / units if units else 16.0
+    narrow = sum(
+        field.row_bytes
+        for field in fields
+        if field.unit_bytes < NARROW_UNIT and field.row_bytes >= LONG_ROW_UNITS * field.unit_bytes
+    )
     return Key(
         count=bucket_of(request.count),
         row=bucket_of(round(total / len(fields))),
         buffers=bucket_of(len(fields)),
         unit=min(UNITS, key=lambda each: max(each / unit, unit / each)),
+        narrow=0 if not narrow else 1 if 2 * narrow < total else 2,
     )

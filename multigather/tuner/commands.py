@@ -346,9 +346,9 @@ def _requests(options: TuneOptions, device: torch.device) -> tuple[list[Request]
             return shapes.recorded(options.from_record, device), []
         except ValueError as error:
             raise UsageError(f"--from-record: {error}") from None
-    counts, sizes, buffers, layouts = shapes.PRESETS[options.preset]
-    if device.type == "cpu":
-        counts = tuple(count for count in counts if count <= shapes.MOST_CPU_COUNT)
+    if not grid.given():
+        return shapes.preset(device, options.preset)
+    counts, sizes, buffers, layouts = shapes.PRESETS[options.preset][0]
     return shapes.grid(
         device,
         _numbers("--rows", grid.rows) or counts,

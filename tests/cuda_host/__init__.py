@@ -26,11 +26,10 @@ import torch
 
 from multigather import faults
 from multigather.backends._cupy import (
-    FIELD_BYTES,
-    HEAD_BYTES,
     SMALL_CAPACITY,
     CudaBackend,
     Specialisation,
+    parameter_bytes,
 )
 from multigather.backends.base import Config, KernelRunner, Refusal, Runner, row_refusals
 from multigather.bounds import raise_if_bad
@@ -74,7 +73,7 @@ def library(specialisation: Specialisation) -> ctypes.CDLL:
             unfinished.replace(target)
     loaded = ctypes.CDLL(str(target))
     loaded.parameters_size.restype = ctypes.c_size_t
-    packed = HEAD_BYTES + FIELD_BYTES * specialisation.fields
+    packed = parameter_bytes(specialisation.fields)
     assert loaded.parameters_size() == packed, "the host packs another structure than gather.cu has"
     return loaded
 
@@ -106,16 +105,17 @@ class HostCudaBackend(CudaBackend):
         grid: int,
         threads: int,
         device: torch.device,
-        pointers: int,
-        constants: bytes,
+        parameters: bytes,
+        places: Sequence[int],
     ) -> Any:
         """A launch that runs all blocks at once, in this thread."""
         function = library(specialisation).run
-        packed = struct.Struct(f"={pointers}Q")
 
         def launch(addresses: Sequence[int]) -> None:
             self.launches += 1
-            block = Block.of(packed.pack(*addresses) + constants, (0,))
+            block = Block.of(parameters, (0,))
+            for place, address in zip(places, addresses, strict=True):
+                struct.pack_into("=Q", block.memory, place, address)
             function(ctypes.c_uint(grid), ctypes.c_uint(threads), ctypes.c_void_p(block.address))
 
         return launch

@@ -19,6 +19,7 @@ struct alignas(16) uint4 { unsigned x, y, z, w; };
 template <typename T> inline T __ldg(const T* address) { return *address; }
 template <typename T> inline T __ldcs(const T* address) { return *address; }
 template <typename T> inline void __stcs(T* address, const T& value) { *address = value; }
+inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)(((uint64_t)a * b) >> 32); }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
     return (unsigned)(((uint64_t)high << 32 | low) >> (shift & 31));
