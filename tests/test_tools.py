@@ -110,10 +110,10 @@ print(json.dumps([
     assert Path(kernel).is_file()
     assert rows == [4]
     assert version == multigather.__version__
-    if how == "by copying":
-        assert extension is None
-    elif shutil.which("gcc"):
-        assert Path(extension).is_relative_to(site)
+    # An editable install of this environment lends its own extension to a copy without one.
+    built = list((site / "multigather").glob("_native*.so"))
+    assert len(built) == (how == "by pip" and shutil.which("gcc") is not None)
+    assert not built or Path(extension) == built[0]
 
 
 def test_gpu_check_names_what_is_missing(monkeypatch, capsys):
