@@ -213,5 +213,12 @@ def test_ways_on_a_gpu() -> None:
     device = torch.device("cuda", 0)
     found = run.measure(SMALL, 7, device, SMALL.buffers(device), quick_ways(), rounds=2)
     assert {OURS, "plan", "b[idx]", "index_select"} <= set(found.gpu_us)
-    assert not set(found.missing) & {OURS, "plan", "plan, out=", "unchecked", "b[idx]", "index_select"}
+    assert not set(found.missing) & {
+        OURS,
+        "plan",
+        "plan, out=",
+        "unchecked",
+        "b[idx]",
+        "index_select",
+    }
     assert run.copy_ceiling(device) > 1e10
