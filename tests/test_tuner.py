@@ -638,7 +638,7 @@ def test_shipped_choices_are_good_for_gathers_that_were_not_tuned() -> None:
     status, output = multigather_command(*command)
     found = json.loads(output)
     assert status == 0
-    assert len(found["gathers"]) == 44
+    assert len(found["gathers"]) == 48
     assert found["median"] <= 0.03
     assert found["worst"] <= 0.15
     tuned = set(parse(SHIPPED.read_bytes()).entries)
