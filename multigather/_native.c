@@ -426,7 +426,7 @@ static PyObject *launch_new(const LaunchNew *self, const Launch *launch, PyObjec
         return NULL;
     for (Py_ssize_t k = 0; k < self->count; k++) {
         if (address_of(tensors[1 + k], &address) < 0 ||
-            (address & self->masks[k]) != self->values[k])
+            (address & self->masks[k]) != self->values[k] || address == 0)
             goto done;
         put(launch, &memory, 1 + 2 * (Py_ssize_t)self->places[k], address);
     }

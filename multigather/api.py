@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from .autograd import Gather
 from .bounds import as_int64, resolve
 from .cache import store
 from .executable import Executable
+from .fork import Lock
 from .operator import gather_operator
 from .outputs import check_outputs
 from .request import BOUNDS, INDEX_DTYPES, Request, field_of
@@ -30,7 +30,7 @@ _dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stac
 # shapes from growing without end.
 KEPT_EXECUTABLES = 1024
 _executables: dict[tuple[Any, ...], Executable] = {}
-_executables_lock = threading.Lock()
+_executables_lock = Lock()
 # By the first buffer's id and the options that are not the default ones.
 _shortcuts: dict[Any, Shortcut] = {}
 # By the first buffer's and the first output's id; None where these came only once.
@@ -156,12 +156,19 @@ def gather_checked(
     request = executable.request
     if request.device.type == "cuda":
         faults.raise_pending(request.device)
+    if request.device.type != "meta":
+        _check_memory(tensors, executable.site.labels)
     moved = indices.device != request.device
     if moved:
         # A copy that does not block would still read pinned indices when the caller writes the next
         # ones. Under capture nothing may block, and the copy is a part of the graph.
         capturing = torch.cuda.is_current_stream_capturing()
-        indices = indices.to(request.device, non_blocking=capturing and indices.is_pinned())
+        if capturing and not indices.is_pinned():
+            raise RuntimeError(
+                "indices are in pageable host memory, which cannot be copied while a CUDA graph is "
+                "being captured; use indices.pin_memory(), or put them on the GPU before"
+            )
+        indices = indices.to(request.device, non_blocking=capturing)
     shape = indices.shape
     flat = indices.reshape(-1) if indices.dim() != 1 else indices
     if flat.shape[0] and request.bounds != "fill" and executable.has_empty_buffer:
@@ -184,6 +191,8 @@ def gather_checked(
         results = list(Gather.apply(run, indices, bounds, *tensors))  # type: ignore[no-untyped-call]
     else:
         results = run(tensors)
+    if request.host_memory:
+        _announce_reads(tensors, request.device)
     if request.device.type == "cuda" and faults.synchronous and bounds == "raise":
         _synchronise(request.device)
     plain = not (
@@ -439,6 +448,16 @@ def _labels(bufs: tuple[Any, ...], leaves: list[Any]) -> tuple[str, ...]:
     return tuple(label for label, leaf in zip(labels, leaves, strict=True) if leaf is not None)
 
 
+def _check_memory(tensors: list[torch.Tensor], labels: tuple[str, ...]) -> None:
+    """Refuse tensors without memory, as those are whose storage was freed to be filled again."""
+    for tensor, label in zip(tensors, labels, strict=True):
+        if not tensor.data_ptr() and tensor.numel():
+            raise ValueError(
+                f"{label} has no memory: its storage was freed (resized to 0 bytes); gather before "
+                "that, or after it was filled again"
+            )
+
+
 def _devices(
     indices: torch.Tensor, tensors: list[torch.Tensor], labels: tuple[str, ...]
 ) -> tuple[torch.device, bool]:
@@ -525,7 +544,23 @@ def _flatten_outputs(
     return [item for item in outs if item is not None]
 
 
+def _announce_reads(tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Let torch's allocator of pinned memory know that a kernel reads these buffers.
+
+    It would otherwise give a buffer that the caller drops now to the next one who asks, before the
+    kernel has read it. A copy that does not block is the only public way to tell it. A graph's
+    buffers must live as long as the graph, so a capture tells nothing.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    for storage in storages.values():
+        if storage.nbytes():
+            first = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (1,), (1,))
+            first.to(device, non_blocking=True)
+
+
 def _synchronise(device: torch.device) -> None:
     if not torch.cuda.is_current_stream_capturing():
         torch.cuda.current_stream(device).synchronize()
-        faults.raise_pending(device)
+        faults.raise_all(device)

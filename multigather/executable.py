@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from . import dispatch, faults
 from .backends.base import Runner
 from .cache import record, store
+from .fork import Lock
 from .request import Request, Site, bucket_of
 
 _plan_numbers = itertools.count(1)
@@ -47,7 +47,7 @@ class Executable:
         faults.plans[self.site.plan] = self.site
         self.runners: dict[int, Runner] = {}
         self.shortcut: Any = None
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def __call__(
         self,

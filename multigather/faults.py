@@ -9,6 +9,12 @@ side can lose an update of the other; the ring keeps the earliest faults, the co
 Layout, in 64-bit words (the numbers stand also in kernels/gather.cu and kernels/gather_triton.py):
 word 0 tickets handed out; word 1 tickets taken by the host; records of 8 words from word 8 on:
 ``[ticket + 1, plan, position, value, buffer, rows, value is unsigned, further faults]``.
+
+Torch has no operation that takes a ticket: between reading word 0 and adding to it, work on another
+stream could take the same one. The torch backend therefore reports on *lanes*, boards of their own
+that only the work of one stream writes to, one after another, and rings the device's board: it adds
+1 to word 0 there before it counts the lane's ticket. Word 6 of a lane's record is twice the
+device's tickets at that time, which puts the records of all in order, plus the flag.
 """
 
 from __future__ import annotations
@@ -16,14 +22,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import threading
 import time
 import weakref
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
 from .errors import bad_index_message
+from .fork import Lock
 
 RING = 64
 WORDS = 8
@@ -32,11 +39,21 @@ WORDS = 8
 # A ticket that stays without one for this long was handed out while the ring was full.
 RECORD_SECONDS = 1.0
 
+# As many lanes as torch's pool has streams of one priority, and as many for graphs; with more, some
+# share a lane. They are in the board's own memory, because nothing can be allocated in a capture.
+LANES = 64
+LANE_RING = 8
+
+FORKED = (
+    "this process was forked after CUDA was used, and in torch CUDA then works in the parent only. "
+    'Start workers by the method "spawn" or "forkserver", or gather on the CPU in them'
+)
+
 # Labels of the buffers of each plan, for as long as the plan lives.
 plans: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 _boards: dict[torch.device, Board] = {}
-_boards_lock = threading.Lock()
+_boards_lock = Lock()
 
 # Whether a bad index raises at the call that has it; read once, since a look at the environment
 # costs as much as the rest of a call's checks.
@@ -47,26 +64,74 @@ class Board:
     """Fault records of one device.
 
     Attributes:
+        ring: number of records.
         memory: int64 tensor, the words themselves; its address is valid on host and device.
         words: the same memory as unsigned 64-bit words.
         taken: number of tickets that the host has reported.
+
+    Args:
+        device: the device.
+        lane: memory for a lane; without it memory is allocated, for the board and its lanes.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, lane: torch.Tensor | None = None) -> None:
         self.device = device
-        size = WORDS * (1 + RING)
-        self.memory = torch.zeros(size, dtype=torch.int64, pin_memory=device.type != "cpu")
+        self.ring = RING if lane is None else LANE_RING
+        size = WORDS * (1 + self.ring)
+        if lane is None:
+            words = size + LANES * WORDS * (1 + LANE_RING)
+            memory = torch.zeros(words, dtype=torch.int64, pin_memory=device.type != "cpu")
+            lane, self._spare = memory[:size], memory[size:].view(LANES, -1)
+        self.memory = lane
         self.address = self.memory.data_ptr()
         raw = (ctypes.c_uint64 * size).from_address(self.address)
         self.words = memoryview(raw).cast("B").cast("Q")
         self.taken = 0
         self._first_seen: float | None = None
-        self._lock = threading.Lock()
+        self._lanes: dict[Hashable, Board] = {}
+        self._lock = Lock()
 
     @functools.cached_property
     def device_words(self) -> torch.Tensor:
         """The words as a tensor of the device, for torch operations on it."""
-        return torch.as_tensor(_DeviceArray(self.address, self.memory.numel()), device=self.device)
+        if self.device.type == "cpu":
+            return self.memory
+        size = self.memory.numel()
+        words = torch.as_tensor(_DeviceArray(self.address, size), device=self.device)
+        if words.data_ptr() != self.address:
+            # Pinned memory counts as that of the GPU which was current when the allocator took it,
+            # and torch has copied it to this one.
+            construct: Any = torch._C._construct_storage_from_data_pointer
+            storage = construct(self.address, self.device, 8 * size)
+            words = torch.empty(0, dtype=torch.int64, device=self.device).set_(storage)
+        return words
+
+    def lane(self, key: Hashable) -> Board:
+        """The board of those whose work is done one after another, which ``key`` names."""
+        try:
+            return self._lanes[key]
+        except KeyError:
+            with self._lock:
+                if key not in self._lanes:
+                    made = list(self._lanes.values())
+                    self._lanes[key] = (
+                        Board(self.device, self._spare[len(made)])
+                        if len(made) < LANES
+                        else made[len(made) % LANES]
+                    )
+                return self._lanes[key]
+
+    def wait(self) -> IndexError | None:
+        """As `take`, but a record that is under way is waited for."""
+        while True:
+            error = self.take()
+            if error is not None or not self._pending():
+                return error
+            time.sleep(0.0005)
+
+    def _pending(self) -> bool:
+        boards = [self, *self._lanes.values()]
+        return any(board.words[0] != board.taken for board in boards)
 
     def take(self, shape: tuple[int, ...] | None = None) -> IndexError | None:
         """The error for every fault not reported yet, or None; each fault is reported once.
@@ -74,24 +139,40 @@ class Board:
         ``shape`` is that of the indices where only one call can have met the faults.
         """
         with self._lock:
-            tickets = self.words[0] - self.taken
-            if not tickets:
+            # Lanes first: each of their tickets has rung the bell by now.
+            lanes = [(lane, lane.words[0]) for lane in set(self._lanes.values())]
+            by_lanes = sum(count - lane.taken for lane, count in lanes)
+            # Torch's addition is not atomic where it must be deterministic, and may undo another.
+            rung = self.words[0] - self.taken
+            tickets = max(rung, by_lanes)
+            if tickets <= 0:
+                self.taken += rung
+                self.words[1] = self.taken
                 return None
-            records = []
-            for ticket in range(self.taken, self.taken + min(tickets, RING)):
-                start = WORDS * (1 + ticket % RING)
-                if self.words[start] == ticket + 1:
-                    records.append(tuple(self.words[start : start + WORDS]))
-            complete = len(records) == min(tickets, RING)
-            if not complete:
+            found = [(record[0] - 1, record) for record in self._records(self.words[0])]
+            if len(found) + by_lanes < min(tickets, self.ring):
                 now = time.monotonic()
                 self._first_seen = self._first_seen or now
                 if now - self._first_seen < RECORD_SECONDS:
                     return None
+            for lane, count in lanes:
+                found += [(record[6] >> 1, record) for record in lane._records(count)]
+                lane.words[1] = lane.taken = count
             self._first_seen = None
-            self.taken += tickets
+            self.taken += rung
             self.words[1] = self.taken
+        found.sort(key=lambda each: each[0])
+        records = [record for _, record in found]
         return self._error(records, tickets + sum(record[7] for record in records), shape)
+
+    def _records(self, count: int) -> list[tuple[int, ...]]:
+        """The records of the tickets that were not taken yet, of ``count`` in all."""
+        records = []
+        for ticket in range(self.taken, min(count, self.taken + self.ring)):
+            start = WORDS * (1 + ticket % self.ring)
+            if self.words[start] == ticket + 1:
+                records.append(tuple(self.words[start : start + WORDS]))
+        return records
 
     def _error(
         self, records: list[tuple[int, ...]], count: int, shape: tuple[int, ...] | None
@@ -103,7 +184,7 @@ class Board:
         # The lowest ticket's call is the first; within it, tickets come in no particular order.
         plan = records[0][1]
         record = min((r for r in records if r[1] == plan), key=lambda r: (r[2], r[4]))
-        value = record[3] if record[6] or record[3] < 2**63 else record[3] - 2**64
+        value = record[3] if record[6] & 1 or record[3] < 2**63 else record[3] - 2**64
         owner = plans.get(plan)
         label = owner.labels[record[4]] if owner is not None else f"buffer {record[4]}"
         text = bad_index_message(
@@ -146,7 +227,13 @@ def raise_pending(device: torch.device) -> None:
 
     Does not synchronise: a fault of a kernel that still runs is left for a later call. Does
     nothing while a CUDA graph is being captured, which an error would spoil.
+
+    Raises:
+        RuntimeError: the process was forked from one that used CUDA. A board is then memory that
+            it does not have.
     """
+    if device.type == "cuda" and torch.cuda._is_in_bad_fork():
+        raise RuntimeError(FORKED)
     board = _boards.get(device)
     if board is not None and board.words[0] != board.taken:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -154,6 +241,14 @@ def raise_pending(device: torch.device) -> None:
         error = board.take()
         if error is not None:
             raise error
+
+
+def raise_all(device: torch.device) -> None:
+    """As `raise_pending`, once the device's work is done: every fault of it has arrived."""
+    board = _boards.get(device)
+    error = board.wait() if board is not None else None
+    if error is not None:
+        raise error
 
 
 def check(device: torch.device | str | int | None = None) -> None:
@@ -165,11 +260,14 @@ def check(device: torch.device | str | int | None = None) -> None:
     Raises:
         IndexError: names position, value, buffer and row count of the first bad index that no
             earlier call has reported, and how many there were.
-        RuntimeError: while a CUDA graph is being captured, when nothing may be waited for.
+        RuntimeError: while a CUDA graph is being captured, when nothing may be waited for; or
+            ``device`` is a CUDA device and the process was forked from one that used CUDA.
         ValueError: ``device`` is neither a CUDA device nor "cpu".
     """
+    forked = torch.cuda._is_in_bad_fork()
     if device is None:
-        devices = list(_boards)
+        # A forked child has made no call on a GPU.
+        devices = [each for each in _boards if not (forked and each.type == "cuda")]
     else:
         wanted = None
         try:
@@ -181,6 +279,8 @@ def check(device: torch.device | str | int | None = None) -> None:
             pass  # torch knows no such device
         if wanted is None or wanted.type not in ("cuda", "cpu"):
             raise ValueError(f"device must be a CUDA device or None, got {device!r}")
+        if wanted.type == "cuda" and forked:
+            raise RuntimeError(FORKED)
         if wanted.type == "cuda" and wanted.index is None:
             wanted = torch.device("cuda", torch.cuda.current_device())
         devices = [wanted] if wanted in _boards else []
@@ -192,4 +292,4 @@ def check(device: torch.device | str | int | None = None) -> None:
                     "captured; call it after the capture or after a replay"
                 )
             torch.cuda.synchronize(wanted)
-        raise_pending(wanted)
+        raise_all(wanted)

@@ -43,6 +43,10 @@ class Plan:
         api.gather_checked(none, bufs, None, bounds, backend)
         self._layouts = tuple(map(_layout, self._tensors))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a plan, in another process too, is a plan made for the copied buffers."""
+        return Plan, (self._bufs, self._bounds, self._backend)
+
     def __call__(self, indices: torch.Tensor, out: Sequence[Any] | None = None) -> tuple[Any, ...]:
         """Gather rows ``indices`` of the plan's buffers.
 

@@ -17,6 +17,7 @@ extension `_native`, and as Python generated here for machines where that was no
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from . import faults, native
 from .backends._torch import Operation, SelectRunner
 from .backends.base import KernelRunner
 from .executable import Executable
+from .fork import in_child
 from .launch import (
     Launch,
     current_device,
@@ -90,6 +92,8 @@ class Shortcut:
         self._operations: tuple[Operation, ...] = ()
         self._buckets: set[int] = set()
         self.run = run or self._run
+        if run is not None:
+            _launching.add(self)
 
     def learn(self, count: int) -> None:
         """Take over the launch that a call with so many indices has made."""
@@ -146,6 +150,16 @@ class Shortcut:
         return tuple(runner(indices, shape, buffers, None))
 
 
+# Those whose way reads the fault board, memory that a forked child does not have.
+_launching: weakref.WeakSet[Shortcut | OutShortcut] = weakref.WeakSet()
+
+
+@in_child
+def _forget_launches() -> None:
+    for shortcut in list(_launching):
+        shortcut.run = shortcut._run
+
+
 class OutShortcut:
     """What a call with ``out=`` leaves behind for the next one with the same tensors.
 
@@ -187,6 +201,7 @@ class OutShortcut:
         self.run: RunInto = self._run
         if self._check is not None and self._launch is not None and native_launches():
             self.run = self._native_run(indices.itemsize)
+            _launching.add(self)
 
     def _native_run(self, index_bytes: int) -> RunInto:
         """`_run` for the launch, compiled; where another device is current, `_run` itself."""
@@ -413,6 +428,9 @@ def repeated_launch(
     elsewhere = " or ".join(
         f"({' | '.join(names)}) & {mask}" for mask, names in checks.items() if mask
     )
+    # Nor does it know whether there is memory: a storage can be freed and its tensor stay.
+    lacking = f"not ({' and '.join(f's{k}' for k in numbers)})"
+    elsewhere = " or ".join(filter(None, (elsewhere, lacking)))
     if addresses is not None:
         elsewhere = " or ".join(f"s{k} != {address}" for k, address in enumerate(addresses))
     pointers = ", ".join(f"s{k}, o{k}.data_ptr()" for k in KernelRunner.order(request))

@@ -53,15 +53,16 @@ GPU_TARGETS = [
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give every test that asks for a target one run per target, of the module's backends."""
+    """Give every test that asks for a target one run per target, of the module's kind."""
     if "target" in metafunc.fixturenames:
         backends = getattr(metafunc.module, "TARGET_BACKENDS", ("torch", "triton", "cupy"))
+        devices = getattr(metafunc.module, "TARGET_DEVICES", ("cpu", "cuda"))
         parameters = [
             pytest.param(
                 target, id=target.name, marks=[pytest.mark.gpu] * (target.device == "cuda")
             )
             for target in CPU_TARGETS + GPU_TARGETS
-            if target.backend in backends
+            if target.backend in backends and target.device in devices
         ]
         metafunc.parametrize("target", parameters, indirect=True)
 
@@ -118,4 +119,4 @@ def no_pending_faults() -> Iterator[None]:
 
         torch.cuda.synchronize()
         for device in list(faults._boards):
-            faults.board_of(device).take()
+            faults.board_of(device).wait()

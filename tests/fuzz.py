@@ -1,23 +1,30 @@
 """Random gathers against an oracle in NumPy, each replayable by one command.
 
     python tests/fuzz.py --seed 3 --cases 10000
-    python tests/fuzz.py --device cuda --backend triton --seed 3 --cases 10000
+    python tests/fuzz.py --device cuda --backend cupy --cases 100000 --processes 16
 
 A case is a few buffers and a series of calls that gather from them: buffers of every type, with
 gaps between rows, expanded, transposed, misaligned or empty; indices of every type, shape and
 stride, valid, negative and bad; every bounds mode; through `gather`, a plan and ``out=``. The calls
-of a case share their buffers, because most of the code in a repeated call is for the repetition. A
-case that fails is made smaller as long as it fails, and printed as a command.
+of a case share their buffers, because most of the code in a repeated call is for the repetition.
+Some calls are misused in one place, by a wrong type, shape, device or option: these must be refused
+by the documented exception, with nothing written into ``out=``. A case that fails is made smaller
+as long as it fails, and printed as a command.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import operator
 import os
 import random
+import re
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 if __name__ == "__main__":
@@ -40,7 +47,86 @@ BOUNDS = ("raise", "raise", "fill", "clip", "unchecked")
 WAYS = ("gather", "gather", "plan", "out")
 LAYOUTS = ("plain", "plain", "gaps", "expanded", "shifted")
 
+POISON = 0xA5
+
 Case = dict[str, Any]
+
+
+@dataclass
+class Arguments:
+    """The arguments of a call of `multigather.gather` with ``out=``, to be spoilt in one place."""
+
+    indices: Any
+    buffers: list[Any]
+    outs: Any
+    options: dict[str, Any]
+
+    def replace(self, where: str, make: Callable[[Any], Any]) -> None:
+        """Put something else in the place of the indices, the last buffer or the last output."""
+        if where == "indices":
+            self.indices = make(self.indices)
+        else:
+            items = self.buffers if where == "buffer" else self.outs
+            items[-1] = make(items[-1])
+
+
+def spoil(where: str, make: Callable[[Any], Any]) -> Callable[[Arguments], None]:
+    return lambda arguments: arguments.replace(where, make)
+
+
+def like(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
+
+
+def option(**options: Any) -> Callable[[Arguments], None]:
+    return lambda arguments: arguments.options.update(options)
+
+
+def outputs(make: Callable[[list[Any]], Any]) -> Callable[[Arguments], None]:
+    def change(arguments: Arguments) -> None:
+        arguments.outs = make(arguments.outs)
+
+    return change
+
+
+# What spoils a call, and what it must raise.
+MISUSES: dict[str, tuple[type[Exception], Callable[[Arguments], None]]] = {
+    "float indices": (TypeError, spoil("indices", like(torch.float32))),
+    "mask": (TypeError, spoil("indices", like(torch.bool))),
+    "complex indices": (TypeError, spoil("indices", like(torch.complex64))),
+    "list of indices": (TypeError, spoil("indices", lambda i: i.tolist())),
+    "array of indices": (TypeError, spoil("indices", lambda i: i.cpu().numpy())),
+    "no indices": (TypeError, spoil("indices", lambda i: None)),
+    "sparse indices": (TypeError, spoil("indices", lambda i: like(torch.int64)(i).to_sparse())),
+    "meta indices": (ValueError, spoil("indices", lambda i: i.to("meta"))),
+    "text": (TypeError, spoil("buffer", lambda b: "rows")),
+    "number": (TypeError, spoil("buffer", lambda b: 3.5)),
+    "array": (TypeError, spoil("buffer", lambda b: numpy.zeros(3))),
+    "nested list": (TypeError, spoil("buffer", lambda b: [[1, 2], [3]])),
+    "dict of numbers": (TypeError, spoil("buffer", lambda b: {"a": b, "b": 1})),
+    "scalar": (ValueError, spoil("buffer", lambda b: torch.zeros((), device=b.device))),
+    "sparse": (TypeError, spoil("buffer", lambda b: torch.ones(3, 3, device=b.device).to_sparse())),
+    "meta buffer": (ValueError, spoil("buffer", lambda b: b.to("meta"))),
+    "bounds": (ValueError, option(bounds="wrap")),
+    "bounds of a type": (ValueError, option(bounds=1)),
+    "bounds none": (ValueError, option(bounds=None)),
+    "backend": (ValueError, option(backend="numpy")),
+    "backend of a type": (ValueError, option(backend=["torch"])),
+    "keyword": (TypeError, option(bound="raise")),
+    "long output": (ValueError, spoil("out", lambda o: o.new_empty((len(o) + 1, *o.shape[1:])))),
+    "wide output": (ValueError, spoil("out", lambda o: o.new_empty((*o.shape, 1)))),
+    "type of output": (ValueError, spoil("out", lambda o: torch.empty(
+        o.shape, dtype=torch.int8 if o.dtype != torch.int8 else torch.uint8, device=o.device))),
+    "meta output": (ValueError, spoil("out", lambda o: o.to("meta"))),
+    "output of a type": (TypeError, spoil("out", lambda o: 7)),
+    "array for output": (TypeError, spoil("out", lambda o: numpy.zeros(3))),
+    "no output": (ValueError, spoil("out", lambda o: None)),
+    "too few outputs": (ValueError, outputs(lambda outs: outs[:-1])),
+    "too many outputs": (ValueError, outputs(lambda outs: [*outs, outs[0]])),
+    "output alone": (ValueError, outputs(lambda outs: outs[0])),
+    "outputs in a dict": (ValueError, outputs(lambda outs: dict(enumerate(outs)))),
+    "outputs in an iterator": (ValueError, outputs(iter)),
+}  # fmt: skip
 
 
 def make(draw: random.Random, transposed: bool) -> Case:
@@ -77,6 +163,7 @@ def make(draw: random.Random, transposed: bool) -> Case:
                 "values": values,
                 "shape": draw.choice(("flat", "flat", "flat", "column", "strided")),
                 "way": draw.choice(WAYS),
+                "misuse": draw.choice(tuple(MISUSES)) if draw.random() < 0.1 else None,
             }
         )
     return {"buffers": buffers, "bounds": bounds, "dtype": dtype, "calls": calls}
@@ -91,6 +178,12 @@ def run(case: Case, device: str, backend: str | None) -> str | None:
     plan = multigather.plan(*buffers, **options)
     for number, call in enumerate(case["calls"]):
         indices = indices_of(call, case["dtype"], device)
+        where = f"call {number} ({call['way']})"
+        if call.get("misuse"):
+            text = misuse(call["misuse"], indices, buffers, options)
+            if text:
+                return f"{where}: {text}"
+            continue
         bad = None
         expected = []
         for _, rows in pairs:
@@ -112,7 +205,6 @@ def run(case: Case, device: str, backend: str | None) -> str | None:
             multigather.check()
         except IndexError as found:
             error = found
-        where = f"call {number} ({call['way']})"
         if (error is None) != (bad is None):
             return f"{where}: index {bad} is bad, and the error was {error!r}"
         if error is not None and str(bad) not in str(error):
@@ -127,6 +219,38 @@ def run(case: Case, device: str, backend: str | None) -> str | None:
                 return f"{where}: output {place} is {result.dtype} {tuple(result.shape)}"
             if bytes_of(result) != wanted:
                 return f"{where}: output {place} has other bytes"
+    return None
+
+
+def misuse(
+    name: str, indices: torch.Tensor, buffers: list[torch.Tensor], options: dict[str, Any]
+) -> str | None:
+    """Make a call that is spoilt in one place; what went wrong, or None."""
+    kind, change = MISUSES[name]
+    outs = []
+    for buffer in buffers:
+        shape = (*indices.shape, *buffer.shape[1:])
+        size = int(numpy.prod(shape, dtype=int)) * buffer.element_size()
+        memory = torch.full((size,), POISON, dtype=torch.uint8, device=indices.device)
+        outs.append(memory.view(buffer.dtype).view(shape))
+    given = list(outs)
+    arguments = Arguments(indices, list(buffers), given, dict(options))
+    change(arguments)
+    # Where the outputs are not what is wrong, the call without them must be refused too.
+    same = arguments.outs is given and all(map(operator.is_, given, outs))
+    for out in (arguments.outs, None) if same else (arguments.outs,):
+        try:
+            multigather.gather(arguments.indices, *arguments.buffers, out=out, **arguments.options)
+        except kind as error:
+            if type(error) is not kind or not str(error):
+                return f"{name} raised {error!r}, not a {kind.__name__} with a text"
+        except Exception as error:
+            return f"{name} raised {error!r}, not a {kind.__name__}"
+        else:
+            return f"{name} was not refused"
+        if any(byte != POISON for each in outs for byte in bytes_of(each)):
+            return f"{name} was refused, but an output was written"
+    multigather.check()  # nothing is left behind
     return None
 
 
@@ -207,10 +331,24 @@ def shrink(case: Case, device: str, backend: str | None) -> Case:
     return case
 
 
+def case_of(seed: int, number: int, backend: str | None) -> Case:
+    """Case ``number`` of a seed."""
+    return make(random.Random(f"{seed}/{number}"), transposed=backend in (None, "torch"))
+
+
+def faults_in(case: Case) -> int:
+    """How many calls of a case are misused, or have an index that the mode calls bad."""
+    rows = min(buffer["shape"][0] for buffer in case["buffers"])
+    lowest = -rows if case["bounds"] == "raise" else 0
+    return sum(
+        bool(call["misuse"]) or any(not lowest <= value < rows for value in call["values"])
+        for call in case["calls"]
+    )
+
+
 def failure(seed: int, number: int, device: str, backend: str | None) -> str | None:
     """Run case ``number`` of a seed; if it fails, why, and the command that repeats it."""
-    draw = random.Random(f"{seed}/{number}")
-    case = make(draw, transposed=backend in (None, "torch"))
+    case = case_of(seed, number, backend)
     text = run(case, device, backend)
     if text is None:
         return None
@@ -218,6 +356,37 @@ def failure(seed: int, number: int, device: str, backend: str | None) -> str | N
     option = f" --backend {backend}" if backend else ""
     command = f"python tests/fuzz.py --device {device}{option} --case '{json.dumps(case)}'"
     return f"{run(case, device, backend) or text}\n  {command}"
+
+
+PASSED = re.compile(r"passed: (?P<calls>\d+) calls, (?P<faults>\d+) of them bad or misused")
+
+
+def passed_text(cases: int, seed: int, calls: int, faults: int) -> str:
+    return f"{cases} cases of seed {seed} passed: {calls} calls, {faults} of them bad or misused"
+
+
+def shared(chosen: argparse.Namespace) -> int:
+    """Run the cases in several processes; the exit status."""
+    options = ["--seed", str(chosen.seed), "--device", chosen.device]
+    options += ["--backend", chosen.backend] if chosen.backend else []
+    bounds = [chosen.cases * share // chosen.processes for share in range(chosen.processes + 1)]
+    running = []
+    for first, last in itertools.pairwise(bounds):
+        part = ["--first", str(chosen.first + first), "--cases", str(last - first)]
+        command = [sys.executable, __file__, *options, *part]
+        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+    failed = calls = faults = 0
+    for process in running:
+        printed, _ = process.communicate()
+        passed = PASSED.search(printed)
+        if process.returncode or not passed:
+            failed += 1
+            print(printed.strip() or f"a process ended with {process.returncode}")
+        else:
+            calls, faults = calls + int(passed["calls"]), faults + int(passed["faults"])
+    if not failed:
+        print(passed_text(chosen.cases, chosen.seed, calls, faults))
+    return int(bool(failed))
 
 
 def main() -> int:
@@ -228,6 +397,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", choices=["cupy", "triton", "torch"])
+    parser.add_argument("--processes", type=int, default=1, help="among which to share the cases")
     parser.add_argument("--case", help="a case that failed, in place of random ones")
     chosen = parser.parse_args()
     if chosen.backend == "cupy" and chosen.device == "cpu":
@@ -238,12 +408,17 @@ def main() -> int:
         text = run(json.loads(chosen.case), chosen.device, chosen.backend)
         print(text or "it does not fail")
         return int(text is not None)
+    if chosen.processes > 1:
+        return shared(chosen)
+    calls = faults = 0
     for number in range(chosen.first, chosen.first + chosen.cases):
+        case = case_of(chosen.seed, number, chosen.backend)
+        calls, faults = calls + len(case["calls"]), faults + faults_in(case)
         text = failure(chosen.seed, number, chosen.device, chosen.backend)
         if text:
             print(f"seed {chosen.seed}, case {number}: {text}")
             return 1
-    print(f"{chosen.cases} cases of seed {chosen.seed} passed")
+    print(passed_text(chosen.cases, chosen.seed, calls, faults))
     return 0
 
 

@@ -515,6 +515,77 @@ def test_file_that_cannot_be_read(places, caplog, monkeypatch):
     check_bad_file(places, caplog, path, path.exists)
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_file_that_can_be_read_without_end(places, caplog, kind):
+    """A pipe that nobody writes to, a device that never ends: neither is opened."""
+    path = places.user / "x.json"
+    path.parent.mkdir(parents=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    assert "no regular file" in check_bad_file(places, caplog, path, path.exists)
+    with pytest.raises(ValueError, match="no regular file"):
+        multigather.load_tuning(path.parent)
+    with pytest.raises(WriteError, match="no regular file"):
+        publish(path, tuning(entry()))
+
+
+def test_huge_file_is_not_read(places, caplog):
+    """Its size is looked at first; a file of this size has holes in place of bytes."""
+    path = write(places.user / "x.json", b"{")
+    os.truncate(path, 2**40)
+    assert f"{2**40} bytes" in check_bad_file(places, caplog, path, path.exists)
+
+
+def test_file_that_is_replaced_while_it_is_read(places, caplog, monkeypatch):
+    """By a writer that does not replace it as a whole: half of the old and half of the new one."""
+    path = write(places.user / "x.json", content(entry()))
+    old = path.read_bytes()
+    new = dumped(content(entry(FAR_KEY), entry(near(count=5))))
+    read_bytes = Path.read_bytes
+
+    def torn(self):
+        return old[: len(old) // 2] + new[len(old) // 2 :] if self == path else read_bytes(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", torn)
+        check_gather()
+        assert choice()["config"] == HEURISTIC
+    (warning,) = warnings_in(caplog)
+    assert str(path) in warning
+    api.forget()
+    assert choice()["config"] == MEASURED
+
+
+def test_nothing_in_a_file_is_run(places, caplog, tmp_path):
+    """Every text, name and knob that a file can have, with something to run in it."""
+    sign = tmp_path / "it was run"
+    payloads = (
+        f"__import__('pathlib').Path({str(sign)!r}).touch()",
+        f"$(touch '{sign}')",
+        f'"; touch "{sign}"; "',
+        f"-DTHREADS=1 -include {sign}",
+        "!!python/object/apply:os.system ['touch x']",
+    )
+    for number, text in enumerate(payloads):
+        backends = {
+            "torch": measured(config={"elements": text}),
+            "cupy": measured(config={"layout": text, text: 1}),
+            text: measured(),
+        }
+        hostile = entry(pick=text, backends=backends, failed={text: text}, shapes=[{text: text}])
+        hostile["times"] = {"torch": {text: 1.0, f"elements={text}": 2.0}}
+        write(places.user / f"{number}.json", content(hostile, environments={text: {text: text}}))
+        check_gather()
+        str(multigather.explain(INDICES, BUFFER))
+        assert choice()["config"] == HEURISTIC
+        api.forget()
+    assert not sign.exists()
+    assert all(str(places.user) in each for each in warnings_in(caplog))
+
+
 def test_file_that_is_gone_when_it_is_read(places, caplog):
     places.user.mkdir(parents=True)
     (places.user / "x.json").symlink_to(places.user / "nowhere")
@@ -945,6 +1016,34 @@ def test_disk_that_gets_full_while_writing(path, monkeypatch):
         publish(path, tuning(entry(FAR_KEY)))
     assert path.read_bytes() == data
     assert names_in(path.parent) == ["cpu.json"]
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_clock_that_was_set_back(path, fresh):
+    """What was measured just now replaces what is dated later; what is merged does not."""
+    slow, fast = measured(9.0, at="2031-01-01T00:00:00Z"), measured(5.0, at="2026-01-01T00:00:00Z")
+    fast["config"] = {"elements": "index_select"}
+    publish(path, tuning(entry(backends={"torch": slow}), entry(FAR_KEY)))
+    publish(path, tuning(entry(backends={"torch": fast})), fresh=fresh)
+    found = parse(path.read_bytes())
+    assert set(found.keys) == {KEY, FAR_KEY}
+    assert found.keys[KEY].backends["torch"].device_us == (5.0 if fresh else 9.0)
+    # Nothing is dated before what it replaced, so other files' entries do not come back by a merge.
+    assert found.keys[KEY].backends["torch"].at.year == 2031
+
+
+def test_clock_that_was_set_back_between_backends(path):
+    """The pick is the one that was measured last, and a backend that is gone keeps its entry."""
+    late = "2031-01-01T00:00:00Z"
+    backends = {"cupy": measured(3.0, at=late, config={"threads": 64}), "torch": measured(9.0)}
+    publish(path, tuning(entry(pick="torch", backends=backends)))
+    again = {"triton": measured(2.0, config={}), "torch": measured(8.0)}
+    publish(path, tuning(entry(pick="triton", backends=again)), fresh=True)
+    found = parse(path.read_bytes()).keys[KEY]
+    assert found.pick == "triton"
+    assert {name: each.device_us for name, each in found.backends.items()} == {
+        "cupy": 3.0, "torch": 8.0, "triton": 2.0,
+    }  # fmt: skip
 
 
 def test_file_name_that_another_device_has_taken(tmp_path):

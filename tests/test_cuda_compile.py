@@ -337,6 +337,16 @@ IN_FLIGHT = pytest.mark.parametrize(
 )
 
 
+def runs_of(touching: list[str]) -> list[tuple[int, int]]:
+    """How many 16-byte loads, then how many stores, each copy of 16-byte words has."""
+    kinds = [name[:3] for name in touching if ".128" in name]
+    lengths = [(kind, len(list(group))) for kind, group in itertools.groupby(kinds)]
+    assert [kind for kind, _ in lengths] == ["LDG", "STG"] * (len(lengths) // 2), touching
+    return [
+        (loads, stores) for (_, loads), (_, stores) in zip(lengths[::2], lengths[1::2], strict=True)
+    ]
+
+
 @IN_FLIGHT
 def test_wide_accesses_are_in_flight_together(
     config: CudaConfig, bounds: str, tmp_path: Path
@@ -347,18 +357,20 @@ def test_wide_accesses_are_in_flight_together(
     assert "EXIT" in found, "the disassembly could not be read"
     # Around single accesses there are branches; a call would stop what follows from starting early.
     touching = [name for name in found if re.match(r"LDG|STG|CALL|ATOM", name)]
+    # By threads of a tile and by warps.
+    assert runs_of(touching) == [(config.unroll, config.unroll)] * 2, touching
     wide = [place for place, name in enumerate(touching) if ".128" in name]
-    assert wide, "no 16-byte access"
-    kinds = [touching[place][:3] for place in wide]
-    once = ["LDG"] * config.unroll + ["STG"] * config.unroll
-    copies = len(kinds) // len(once)
-    assert kinds == once * copies, touching
-    for copy in range(copies):
-        first, last = wide[copy * len(once)], wide[(copy + 1) * len(once) - 1]
-        assert last - first == len(once) - 1, touching
-        indices = config.unroll if config.layout == "tiles" else 1
-        before = touching[first - indices : first]
-        assert [name[:8] for name in before] == ["LDG.E.64"] * indices, touching
+    indices = []
+    for first in wide[:: 2 * config.unroll]:
+        last = wide[wide.index(first) + 2 * config.unroll - 1]
+        assert last - first == 2 * config.unroll - 1, touching
+        before = itertools.takewhile(
+            lambda name: name == "LDG.E.64.CONSTANT", reversed(touching[:first])
+        )
+        indices.append(len(list(before)))
+    # A warp reads one index for all of its piece. Where two copies' code is adjacent, there are more.
+    assert min(indices) >= 1, touching
+    assert max(indices) >= config.unroll, touching
 
 
 @IN_FLIGHT
@@ -369,14 +381,14 @@ def test_shifted_accesses_are_in_flight_together(
     specialisation = Specialisation(4, torch.int64, bounds, False, config, True)
     found = operations(compile_one(specialisation, CLOSE).cubin, tmp_path)
     touching = [name for name in found if re.match(r"LDG|STG|CALL|ATOM|LDL|STL", name)]
+    # By threads of a tile and by warps; so are the fields in 16-byte units beside them.
+    unroll = config.unroll
+    assert sorted(runs_of(touching)) == [(unroll, unroll)] * 2 + [(2 * unroll, unroll)] * 2
     wide = [place for place, name in enumerate(touching) if ".128" in name]
-    once = ["LDG"] * (2 * config.unroll) + ["STG"] * config.unroll
-    plain = ["LDG"] * config.unroll + ["STG"] * config.unroll
-    kinds = [touching[place][:3] for place in wide]
-    # The copy of fields in 16-byte units stands before or behind.
-    assert kinds in (once + plain, plain + once), touching
-    first = 0 if kinds == once + plain else len(plain)
-    # Amid the loads may be those of the last indices, which wait for nothing.
-    loads = range(wide[first], wide[first + 2 * config.unroll])
-    between = [touching[place] for place in loads if place not in wide]
-    assert all(name.startswith("LDG.E.64") for name in between), touching
+    passed = 0
+    for loads, stores in runs_of(touching):
+        # Amid the loads may be those of the last indices, which wait for nothing.
+        span = range(wide[passed], wide[passed + loads - 1])
+        between = [touching[place] for place in span if place not in wide]
+        assert all(name.startswith("LDG.E.64") for name in between), touching
+        passed += loads + stores

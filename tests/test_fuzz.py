@@ -8,12 +8,15 @@ import shlex
 
 import fuzz
 import pytest
+import torch
 from conftest import Target
+
+import multigather
 
 # As many as take some seconds: compiling the CUDA source for the CPU and Triton's interpreter are
 # slow. `python tests/fuzz.py --cases 100000` runs more.
 CASES = {
-    "torch-cpu": 1500,
+    "torch-cpu": 7000,
     "triton-interpreter": 12,
     "cuda-source-on-cpu": 200,
     "torch-gpu": 300,
@@ -29,7 +32,7 @@ def test_random_gathers(target: Target) -> None:
 
 
 def test_without_a_named_backend() -> None:
-    for number in range(500):
+    for number in range(3000):
         failed = fuzz.failure(2, number, "cpu", None)
         assert failed is None, failed
 
@@ -52,6 +55,33 @@ def test_cases_reach_what_they_should() -> None:
     assert len(raising) / 4 < bad < len(raising)
     assert any(0 in buffer["shape"] for buffer in buffers)
     assert any(not call["values"] for call in calls)
+    assert {call["misuse"] for call in calls} == {None, *fuzz.MISUSES}
+
+
+def test_a_misuse_that_is_not_refused_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is refused by another exception, or after something was written."""
+    buffers = [torch.arange(12.0).view(4, 3)]
+    indices = torch.tensor([1, 2])
+    options = {"bounds": "raise", "backend": "torch"}
+
+    def outcome(name: str) -> str | None:
+        return fuzz.misuse(name, indices, buffers, options)
+
+    assert all(outcome(name) is None for name in fuzz.MISUSES)
+    monkeypatch.setitem(fuzz.MISUSES, "nothing", (ValueError, fuzz.option(bounds="clip")))
+    assert outcome("nothing") == "nothing was not refused"
+    wrong = (ValueError, fuzz.MISUSES["mask"][1])
+    monkeypatch.setitem(fuzz.MISUSES, "mask", wrong)
+    assert "mask raised TypeError" in outcome("mask")
+    gather = multigather.gather
+
+    def late(indices: torch.Tensor, *buffers: torch.Tensor, out: object, **options: object) -> None:
+        if out is not None:
+            out[0].zero_()
+        gather(indices, *buffers, out=out, **options)
+
+    monkeypatch.setattr(multigather, "gather", late)
+    assert outcome("bounds") == "bounds was refused, but an output was written"
 
 
 def test_a_failure_shrinks_to_a_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,6 +218,14 @@ def test_documented_make_targets_exist():
         run("make", "--dry-run", target, cwd=ROOT)
 
 
+def test_documented_files_exist():
+    """The files that the documentation of what is tested names."""
+    text = (ROOT / "docs" / "reliability.md").read_text() + (ROOT / "README.md").read_text()
+    named = set(re.findall(r"`((?:tests|tools|docs)/[\w.]+)`", text))
+    assert len(named) > 10
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
 def test_documented_cli_commands_exist():
     pattern = re.compile(r"(?:\S*/)?(?:python3? -m )?multigather ([a-z][a-z-]*)(.*)")
     documented = [m for line in documented_lines() if (m := pattern.fullmatch(line))]

@@ -126,12 +126,9 @@ BUFFERS = (
 # Where the addresses of three buffers belong in the block, and its parameters begin.
 SCATTERED = ([8, 64, 24, 40, 16, 88, 48], (0, 8, 16, 24, 40, 48, 64, 72, 80, 88), bytes(range(96)))
 PACKED = ([*range(0, 56, 8)], (0,), bytes(56) + bytes(range(200)))
-# More than the stack of the compiled way has room for.
-LARGE = (
-    [32752 - 16 * k for k in range(7)],
-    (0, *range(8, 32752, 8)),
-    bytes(k % 251 for k in range(32760)),
-)
+# More than the stack of the compiled way has room for: bytes, or parameters.
+LARGE = ([32752 - 16 * k for k in range(7)], (0,), bytes(k % 251 for k in range(32760)))
+MANY = ([*range(0, 56, 8)], range(0, 2600, 4), bytes(k % 251 for k in range(2600)))
 
 
 def blank(template: bytes, places: Sequence[int]) -> bytes:
@@ -202,18 +199,13 @@ class Made:
         count = len(indices)
         said = (FUNCTION + count, 100 + count, 1, 1, THREADS, 1, 1, SHARED, STREAM, None)
         assert self.driver.calls[call] == said
-        (*_, block) = (self.template,) if len(self.driver.sizes) > 1 else self.driver.blocks[call]
-        if len(self.driver.sizes) > 1:
-            block = self.joined(call)
+        # The parameters follow one another.
+        block = b"".join(self.driver.blocks[call])
         wanted = [indices.data_ptr()]
         for number in (2, 0, 1):
             wanted += (self.buffers[number].data_ptr(), outs[number].data_ptr())
         assert addresses_in(block, self.places) == wanted
         assert blank(block, self.places) == blank(self.template, self.places)
-
-    def joined(self, call: int) -> bytes:
-        """The block, put together from parameters that follow one another."""
-        return b"".join(self.driver.blocks[call])
 
 
 def sizes_of(layout: tuple[Sequence[int], Sequence[int], bytes]) -> list[int]:
@@ -222,7 +214,9 @@ def sizes_of(layout: tuple[Sequence[int], Sequence[int], bytes]) -> list[int]:
     return [b - a for a, b in zip(offsets, (*offsets[1:], len(template)), strict=True)]
 
 
-@pytest.mark.parametrize("layout", [SCATTERED, PACKED, LARGE], ids=["scattered", "packed", "large"])
+@pytest.mark.parametrize(
+    "layout", [SCATTERED, PACKED, LARGE, MANY], ids=["scattered", "packed", "large", "many"]
+)
 def test_a_repeated_launch(way: str, drive: Any, layout: Any) -> None:
     """Function, grid, block, stream and every byte of the parameters; new outputs each time."""
     made = Made(drive(*sizes_of(layout)), layout, counts=(5, 2, 0))
@@ -375,6 +369,11 @@ def test_errors_come_through(way: str, drive: Any, monkeypatch: pytest.MonkeyPat
     run = shortcut.Shortcut(broken, executable).run
     with pytest.raises(RuntimeError, match="broken"):
         run(made.indices, made.buffers)
+
+    def unwilling(*arguments: Any) -> Any:
+        raise TypeError("no tensor")
+
+    assert shortcut.Shortcut(unwilling, executable).run(made.indices, made.buffers) is None
     assert not driver.calls
 
 
@@ -503,8 +502,8 @@ def test_the_cuda_kernel_through_a_repeated_launch(
 
 def test_nothing_is_leaked(way: str, drive: Any) -> None:
     """Calls of every outcome leave counts of references and memory as they were."""
-    driver = drive(len(PACKED[2]))
-    made = Made(driver, PACKED)
+    driver = drive()
+    made = Made(driver, LARGE)
     outs = made.outputs()
     into = made.into(outs)
     plan = multigather.plan(*made.buffers)
@@ -513,7 +512,7 @@ def test_nothing_is_leaked(way: str, drive: Any) -> None:
     watched = [
         *(made.indices, *made.buffers, *outs, made.buffers, outs, bad, None, True),
         *(torch.float32, torch.int16, made.shortcut.check),
-        *(item for pair in made.shortcut._launches.values() for item in pair),
+        *(each for pair in made.shortcut._launches.values() for each in (pair, *pair)),
     ]
 
     def calls() -> None:
@@ -605,6 +604,26 @@ def test_operations_on_a_cpu(way: str, through: str) -> None:
             rows(torch.tensor([0, 10, 2]))
         assert torch.equal(rows(torch.tensor([-1]))[0], buffers[0][-1:])
     api.forget()
+
+
+def test_numbers_of_indices_on_a_cpu(way: str) -> None:
+    """Only those in the buckets that were learned; after a bad index, none."""
+    buffer = torch.randn(10, 4)
+    request = Request(torch.device("cpu"), False, torch.int64, 0, "raise", (field_of(buffer),))
+    executable = Executable(request, None, ("bufs[0]",))
+    check = shortcut.guard(torch.zeros(3, dtype=torch.int64), (buffer,))
+    assert check is not None
+    known = shortcut.Shortcut(check, executable)
+    for count in (0, 5, 90):
+        indices = torch.zeros(count, dtype=torch.int64)
+        executable(indices, indices.shape, (buffer,), None)
+        known.learn(count)
+    for count in range(200):
+        results = known.run(torch.zeros(count, dtype=torch.int64), (buffer,))
+        assert (results is not None) == (bucket_of(count) in {bucket_of(k) for k in (0, 5, 90)})
+    with pytest.raises(IndexError, match=r"indices\[1\] is 10"):
+        known.run(torch.tensor([0, 10, 0, 0, 0]), (buffer,))
+    assert known.run == known._run
 
 
 @pytest.mark.skipif(native.extension is None, reason=native.description)
@@ -710,12 +729,9 @@ print(json.dumps([native.extension is None, environment.facts()["native"], rows]
 """
     done = fresh(script, MULTIGATHER_NATIVE="off")
     assert json.loads(done.stdout) == [True, "not used: MULTIGATHER_NATIVE=off", [[1.0]] * 3]
-    for value in ("", "on"):
-        done = fresh(script, MULTIGATHER_NATIVE=value)
-        missing, description, rows = json.loads(done.stdout)
-        assert missing == (native.extension is None)
-        assert description == native.description
-        assert rows == [[1.0]] * 3
+    done = fresh(script, MULTIGATHER_NATIVE="on")
+    expected = [native.extension is None, native.description, [[1.0]] * 3]
+    assert json.loads(done.stdout) == expected
     done = fresh(script, MULTIGATHER_NATIVE="maybe")
     assert "ValueError: MULTIGATHER_NATIVE must be one of on, off, got 'maybe'" in done.stderr
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import json
 import math
+import os
+import re
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -472,6 +475,45 @@ def test_a_gpu_that_is_not_there(folder: Path) -> None:
         status, output = multigather_command(command, "--device", "cuda")
         assert status == 3
         assert "torch sees no GPU" in output
+
+
+def test_a_disk_that_is_full_while_tuning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was published before is kept, the failure is said, and the next run goes on."""
+    synchronise = os.fsync
+    calls: list[int] = []
+
+    def full(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) > 4:  # a file and its folder for each key
+            raise OSError(errno.ENOSPC, "No space left on device")
+        synchronise(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        status, output = multigather_command("tune", *SMALL)
+    assert status not in (0, 1)
+    assert "No space left on device" in output
+    assert len(parse(the_file(folder).read_bytes()).entries) == 2
+    assert not list(folder.rglob("*.tmp"))
+    status, output = multigather_command("tune", *SMALL)
+    assert status == 0
+    assert f"{SMALL_KEYS - 2} keys measured" in output
+
+
+def test_a_clock_that_was_set_back_before_tuning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measuring again replaces entries that are dated in the future."""
+    multigather_command("tune", *SMALL)
+    file = the_file(folder)
+    future = re.sub(r'"at": "\d{4}', '"at": "2099', file.read_text())
+    file.write_text(re.sub(r'"device_us": [0-9.e+-]+', '"device_us": 123456.0', future))
+    status, output = multigather_command("tune", *SMALL, "--retune", "all")
+    assert status == 0, output
+    for entry in parse(file.read_bytes()).entries.values():
+        assert entry.backends["torch"].device_us != 123456.0
+    status, output = multigather_command("tune", *SMALL, "--retune", "stale")
+    assert "0 keys measured" in output
 
 
 def test_a_folder_that_cannot_be_written_is_found_out_first(

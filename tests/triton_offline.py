@@ -148,7 +148,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         result["resources"] = resources(compilations[-1][".cubin"])
         result["shared"] = json.loads(Path(compilations[-1][".json"]).read_text())["shared"]
     if isinstance(launch, _triton.Launch):
-        result["offsets"] = list(launch._offsets)
+        result["offsets"] = list(launch.offsets)
         result["threads"] = launch.threads
     return result
 

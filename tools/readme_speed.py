@@ -21,7 +21,7 @@ WON = 0.97
 MOST_LOSSES = 6
 OURS = "multigather"
 # Multigather's own ways are no peers.
-OWN = (OURS, "plan", "plan, out=")
+OWN = (OURS, "plan", "plan, out=", "unchecked")
 COLUMNS = (OURS, "plan", "b[idx]", "index_select", "torch.compile")
 
 

@@ -11,7 +11,6 @@ import importlib.metadata
 import importlib.util
 import itertools
 import struct
-import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -20,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from .. import faults
+from ..fork import Lock
 from ..launch import Launch
 from ..request import Field, Request, Site, power_of_two_divisor
 from .base import (
@@ -390,7 +390,7 @@ def _capacity(device: int) -> int:
 
 
 _loaded: dict[tuple[Specialisation, int], Any] = {}
-_loading = threading.Lock()
+_loading = Lock()
 
 
 def _load(specialisation: Specialisation, device: int) -> int:

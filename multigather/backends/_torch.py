@@ -14,6 +14,7 @@ import torch
 
 from .. import faults
 from ..bounds import as_int64, raise_if_bad, resolve
+from ..launch import current_stream
 from ..request import Request, Site
 from .base import Config, Refusal, Runner, config_of, flat_row_stride
 
@@ -255,15 +256,16 @@ class SelectRunner:
         flat.masked_fill_(bad.view(-1, *[1] * (flat.dim() - 1)), 0)
 
     def _report(self, number: int, indices: torch.Tensor, bad: torch.Tensor) -> None:
-        """Append one record for this buffer to the device's fault board, without a sync.
+        """Append one record for this buffer to a lane of the fault board, without a sync.
 
         ``indices`` are int64, the words of uint64 indices taken as such. The record layout and the
-        ticket protocol are those of `faults`; further bad indices of the same buffer are counted in
-        the record's last word.
+        protocol are those of `faults`; further bad indices of the same buffer are counted in the
+        record's last word.
         """
         field = self._request.fields[number]
         board = faults.board_of(self._request.device)
-        words = board.device_words
+        lane = board.lane(self._lane())
+        bell, words = board.device_words, lane.device_words
         count = bad.sum()
         position = bad.to(torch.uint8).argmax()
         value = indices.gather(0, position.view(1)).view(())
@@ -271,11 +273,23 @@ class SelectRunner:
         unsigned = self._request.index_dtype == torch.uint64
         constants = (self._site.plan, self._site.numbers[number], field.rows, int(unsigned))
         plan, buffer, rows, is_unsigned = (torch.full_like(ticket, each) for each in constants)
+        sign_and_order = 2 * bell[0] + is_unsigned
         record = torch.stack(
-            [ticket + 1, plan, position, value, buffer, rows, is_unsigned, count - 1]
+            [ticket + 1, plan, position, value, buffer, rows, sign_and_order, count - 1]
         )
         ring = words.view(-1, faults.WORDS)
-        slot = (1 + ticket % faults.RING).view(1)
-        free = (count > 0) & (ticket - taken < faults.RING)
+        slot = (1 + ticket % lane.ring).view(1)
+        free = (count > 0) & (ticket - taken < lane.ring)
         ring.index_copy_(0, slot, torch.where(free, record, ring.index_select(0, slot)))
-        words.index_add_(0, torch.zeros_like(slot), (count > 0).to(torch.int64).view(1))
+        first, one = torch.zeros_like(slot), (count > 0).to(torch.int64).view(1)
+        bell.index_add_(0, first, one)
+        words.index_add_(0, first, one)
+
+    def _lane(self) -> Hashable:
+        """Whose reports come one after another: those of a stream, or of a plan in graphs."""
+        device = self._request.device
+        if device.type != "cuda":
+            return 0
+        if torch.cuda.is_current_stream_capturing():
+            return "graph", self._site.plan
+        return current_stream(device.index)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
+from ..fork import Lock
 from ..launch import Launch
 from ..request import Field, Request, Site, power_of_two_divisor
 
@@ -207,7 +207,7 @@ class KernelRunner:
         self.groups = balanced_groups(self.order(request), capacity)
         self._make = make
         self._launches: dict[Any, list[Callable[..., None]]] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._fresh = [new_destination(field) for field in request.fields]
 
     @staticmethod

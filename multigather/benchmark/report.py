@@ -14,7 +14,7 @@ from .ways import OURS, WAYS
 
 KINDS = {"host_us": "host time per call", "gpu_us": "GPU time per call"}
 # Ways of multigather's own are no peers, and what writes into old outputs does less work.
-OWN = (OURS, "plan", "plan, out=")
+OWN = (OURS, "plan", "plan, out=", "unchecked")
 # A ratio below this is a loss; what lies closer to 1 is within the noise.
 WON = 0.97
 

@@ -51,6 +51,10 @@ def _plan_out(buffers: Buffers, indices: torch.Tensor) -> Gather:
     return lambda indices: plan(indices, out=outs)
 
 
+def _unchecked(buffers: Buffers, _: torch.Tensor) -> Gather:
+    return lambda indices: multigather.gather(indices, *buffers, bounds="unchecked")
+
+
 def _compiled(**options: bool) -> Callable[[Buffers, torch.Tensor], Gather]:
     def prepare(buffers: Buffers, indices: torch.Tensor) -> Gather:
         torch.compiler.reset()
@@ -132,6 +136,7 @@ WAYS = (
     Way(OURS, lambda buffers, _: lambda indices: multigather.gather(indices, *buffers)),
     Way("plan", lambda buffers, _: multigather.plan(*buffers)),
     Way("plan, out=", _plan_out, writes=True),
+    Way("unchecked", _unchecked),
     Way("b[idx]", lambda buffers, _: lambda indices: _rows(indices, buffers)),
     Way(
         "index_select",

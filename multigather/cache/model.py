@@ -255,6 +255,19 @@ def _merged_entry(one: Entry, other: Entry) -> Entry:
     )
 
 
+def not_before(older: Tuning, newer: Tuning) -> Tuning:
+    """The newer entries, none dated before the one that it replaces."""
+    entries = dict(newer.entries)
+    for label in older.entries.keys() & newer.entries.keys():
+        latest = _time_of(older.entries[label])
+        backends = {
+            name: measured.model_copy(update={"at": max(measured.at, latest)})
+            for name, measured in entries[label].backends.items()
+        }
+        entries[label] = entries[label].model_copy(update={"backends": backends})
+    return newer.model_copy(update={"entries": entries})
+
+
 def _time_of(entry: Entry) -> Any:
     return max(measured.at for measured in entry.backends.values())
 

@@ -10,8 +10,8 @@ import atexit
 import json
 import logging
 import os
-import threading
 
+from ..fork import Lock
 from ..request import Request
 from . import shape
 
@@ -19,7 +19,7 @@ log = logging.getLogger("multigather")
 
 _waiting: list[str] = []
 _failed: set[str] = set()
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def note(request: Request, *, may_write: bool) -> None:

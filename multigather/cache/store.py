@@ -12,8 +12,8 @@ import datetime
 import logging
 import math
 import os
+import stat
 import tempfile
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import resources
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..fork import Lock
 from .device import Device, device_of
 from .key import FARTHEST, Key
 from .rules import RULES_FILE
@@ -137,7 +138,7 @@ def give(path: str | os.PathLike[str]) -> int:
     entries = 0
     for file in layer.files():
         try:
-            entries += len(parse(file.read_bytes()).entries)
+            entries += len(parse(read_data(file)).entries)
         except (OSError, TuningFileError) as error:
             raise TuningFileError(f"{file} cannot be used: {error}") from None
     _given.insert(0, layer)
@@ -329,7 +330,7 @@ def _origin(neighbour: _Neighbour, kind: str) -> str:
 
 
 _winners: dict[torch.device, Winners] = {}
-_loading = threading.Lock()
+_loading = Lock()
 _warned: set[str] = set()
 
 
@@ -374,12 +375,31 @@ def _read(device: torch.device) -> list[Source]:
     return sources
 
 
+def read_data(file: Any) -> bytes:
+    """The bytes of a tuning file.
+
+    Raises:
+        OSError: it cannot be read, or is nothing that a tuning file can be: a pipe would be waited
+            for, a device or a huge file read until the memory is full.
+    """
+    from .model import MOST_BYTES
+
+    if isinstance(file, Path) and not file.is_dir():  # a folder's own error says it best
+        facts = file.stat()
+        if not stat.S_ISREG(facts.st_mode):
+            raise OSError(f"{file} is no regular file")
+        if facts.st_size > MOST_BYTES:
+            raise OSError(f"it has {facts.st_size} bytes, a tuning file at most {MOST_BYTES}")
+    data: bytes = file.read_bytes()
+    return data
+
+
 def _usable(file: Any) -> Tuning | None:
     """A file's content; a file that cannot be used is a miss, with one warning."""
     from .model import TuningFileError, parse
 
     try:
-        tuning = parse(file.read_bytes())
+        tuning = parse(read_data(file))
     except FileNotFoundError:  # gone since the folder was listed
         return None
     except (OSError, TuningFileError) as error:
@@ -407,22 +427,28 @@ def file_for(folder: Path, device: Device) -> Path:
 
     file = folder / f"{device.label}.json"
     try:
-        if parse(file.read_bytes()).device != device:
+        if parse(read_data(file)).device != device:
             return folder / f"{device.label}-{device.processors}-processors.json"
     except (OSError, TuningFileError):
         pass
     return file
 
 
-def publish(path: Path, addition: Tuning) -> None:
+def publish(path: Path, addition: Tuning, *, fresh: bool = False) -> None:
     """Merge entries into a file, so that a reader and another writer see all or nothing.
+
+    Args:
+        path: the file.
+        addition: the entries.
+        fresh: they were measured just now, so they win whatever the clock said when; it may have
+            been set back since the file was written.
 
     Raises:
         WriteError: the file cannot be written, or is something that must not be overwritten.
     """
     import filelock
 
-    from .model import TuningFileError, merge, parse, render
+    from .model import TuningFileError, merge, not_before, parse, render
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -433,7 +459,7 @@ def publish(path: Path, addition: Tuning) -> None:
             for stale in path.parent.glob(f".{path.name}.*.tmp"):  # of writers that were killed
                 stale.unlink(missing_ok=True)
             try:
-                data = path.read_bytes()
+                data = read_data(path)
             except FileNotFoundError:
                 _replace(path, render(addition))
                 return
@@ -449,6 +475,8 @@ def publish(path: Path, addition: Tuning) -> None:
             if present.rejected:
                 kept = _aside(path, data)
                 log.warning("%s had unusable entries; it is kept as %s", path, kept)
+            if fresh:
+                addition = not_before(present, addition)
             _replace(path, render(merge(present, addition)))
     except filelock.Timeout:
         raise WriteError(

@@ -437,7 +437,7 @@ def _in_use(device: torch.device) -> list[tuple[Path, Tuning]]:
 
 def _parse(file: Path) -> Tuning:
     try:
-        return parse(file.read_bytes())
+        return parse(store.read_data(file))
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no tuning file {file}; run `multigather tune`") from None
     except (OSError, TuningFileError) as error:

@@ -188,4 +188,4 @@ def publish(file: Path, device: Device, facts: dict[str, Any], entry: Entry) -> 
         environments={environment_name(facts): facts},
         entries={entry.key.label: entry},
     )
-    store.publish(file, addition)
+    store.publish(file, addition, fresh=True)

@@ -8,7 +8,6 @@ runs while a CUDA graph is being captured.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 
 import torch
@@ -17,6 +16,7 @@ from .. import dispatch
 from ..cache import store
 from ..cache.device import device_of
 from ..cache.key import key_of
+from ..fork import Lock
 from ..request import Request
 from .decide import NothingMeasured, entry_of, environment_facts, publish
 from .measure import Bench, OutOfMemory, candidates_for, defaults_of
@@ -26,7 +26,7 @@ log = logging.getLogger("multigather")
 SECONDS = 3.0
 ROUNDS = 3
 
-_tuning = threading.Lock()
+_tuning = Lock()
 
 
 def tune_if_missing(request: Request, name: str | None) -> None:

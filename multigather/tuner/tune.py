@@ -82,7 +82,7 @@ def wanted(
         since: keys that were measured since then count as present, whatever ``retune`` says.
     """
     try:
-        entries = parse(file.read_bytes())
+        entries = parse(store.read_data(file))
     except (OSError, ValueError):
         return list(groups)
     present = entries.keys
@@ -245,7 +245,7 @@ def merged(files: Sequence[Path]) -> Tuning:
     result: Tuning | None = None
     for file in files:
         try:
-            tuning = parse(file.read_bytes())
+            tuning = parse(store.read_data(file))
             result = tuning if result is None else merge(result, tuning)
         except (OSError, ValueError) as error:
             raise ValueError(f"{file}: {error}") from None
