@@ -24,8 +24,9 @@ from cases import DTYPES, Slab, assert_gathered
 
 import multigather
 from multigather import api, dispatch
+from multigather.backends import _cupy, _triton
 from multigather.cache import rules, store
-from multigather.tuner import measure, shapes
+from multigather.tuner import decide, measure, online, shapes
 
 os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")  # before torchrl reads it
 
@@ -171,8 +172,7 @@ def test_named_files_exist() -> None:
         f"{name}: {found}"
         for name, page in zip(NAMES, PAGES, strict=True)
         for found in re.findall(rf"`((?:{folders})/[\w./-]+\.\w+)", page.read_text())
-        # What branches of their own add comes with its page.
-        if name != "docs/reliability.md" and not (ROOT / found).exists()
+        if not (ROOT / found).exists()
     }
     assert not missing
 
@@ -264,6 +264,16 @@ def test_commands_and_variables_are_in_the_reference() -> None:
     }
     assert len(read) >= 6
     assert set(re.findall(r"^\| `(MULTIGATHER_\w+)", text, re.MULTILINE)) == read
+
+
+def test_numbers_that_the_code_has() -> None:
+    text = (ROOT / "docs" / "dispatch.md").read_text()
+    small, large = _cupy.SMALL_CAPACITY, _cupy.LARGE_CAPACITY
+    told = f"{small} with 4 KiB of parameters, {large} from CUDA 12.1 on, {_triton.CAPACITY} for"
+    assert told in text
+    text = (ROOT / "docs" / "tuning.md").read_text()
+    assert f"more than {decide.MARGIN:.0%}".replace("%", " %") in text
+    assert f"for about {online.SECONDS:.0f} s" in text
 
 
 def test_every_page_is_in_the_navigation() -> None:
