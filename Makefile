@@ -9,7 +9,7 @@ STAMP := $(VENV)/.stamp
 LINT_STAMP := $(VENV)/.lint-stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu gpu-soak lint clean
+.PHONY: help demo test gpu gpu-soak lint docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,12 +31,15 @@ lint: $(LINT_STAMP)  ## check style and types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+docs: $(STAMP)  ## build the documentation into site/
+	$(VENV)/bin/mkdocs build --strict $(ARGS)
+
 clean:  ## remove .venv, build output and caches
-	rm -rf $(VENV) build dist *.egg-info multigather/*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info multigather/*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml setup.py multigather/_native.c constraints.txt tools/setup_venv.py
-	$(PYTHON) tools/setup_venv.py $(VENV) --extras test,demo
+	$(PYTHON) tools/setup_venv.py $(VENV) --extras test,demo,docs
 	@touch $@
 
 $(LINT_STAMP): $(STAMP)

@@ -66,8 +66,8 @@ def gather(
         backend: "cupy", "triton" or "torch" to insist on one; None lets the dispatcher choose.
 
     Returns:
-        A tuple with one item per argument, in the argument's structure: contiguous tensors of
-        shape ``indices.shape + buf.shape[1:]`` and the buffer's dtype, and None for None. For an
+        A tuple with one item per argument, in the argument's structure. For a tensor a contiguous
+        one of shape ``indices.shape + buf.shape[1:]`` and the buffer's dtype; None for None. For an
         array an array of the same library (a tensor, if that has no ``from_dlpack`` or, for NumPy,
         if the output is on a GPU). With ``out`` the items of ``out``.
 

@@ -13,7 +13,6 @@ import multigather
 
 app = typer.Typer(
     help="One index, many buffers, one kernel launch.",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # with it, help would drop the brackets of b[idx]

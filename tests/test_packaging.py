@@ -124,6 +124,7 @@ def test_wheel_metadata(wheel):
         "cuda13",
         "demo",
         "dev",
+        "docs",
         "plot",
         "pyg",
         "test",
@@ -201,8 +202,9 @@ def cli_commands():
 
 
 def documented_lines():
-    """Every line of code in the README, from code blocks and from code within text."""
-    text = (ROOT / "README.md").read_text()
+    """Every line of code in the documentation, from code blocks and from code within text."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    text = "\n".join(page.read_text() for page in pages)
     blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     text = re.sub(r"^```[^\n]*\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
@@ -211,7 +213,7 @@ def documented_lines():
 
 def test_documented_make_targets_exist():
     targets = {m[1] for line in documented_lines() if (m := re.match(r"make ([a-z]+)", line))}
-    assert {"demo", "test", "gpu"} <= targets
+    assert {"demo", "test", "gpu", "docs", "lint"} <= targets
     for target in sorted(targets):
         run("make", "--dry-run", target, cwd=ROOT)
 
@@ -230,7 +232,7 @@ def test_documented_cli_commands_exist():
     assert "demo" in {m[1] for m in documented}
     commands = cli_commands()
     for name, rest in (m.groups() for m in documented):
-        assert name in commands, f"README: multigather {name}"
+        assert name in commands, f"documented: multigather {name}"
         options = {option for param in commands[name].params for option in param.opts}
         used = set(re.findall(r"(?<!\S)--[a-z-]+", rest)) - {"--help"}
-        assert used <= options, f"README: multigather {name}{rest}"
+        assert used <= options, f"documented: multigather {name}{rest}"
