@@ -102,13 +102,19 @@ def gather(
             if results is not None:
                 return results
     results, executable = gather_checked(indices, bufs, out, bounds, backend)
-    if executable is not None and all(isinstance(buf, torch.Tensor) for buf in bufs):
+    # Arrays and containers are taken apart for every call anew.
+    if executable is not None and only_tensors(indices, *bufs, *(out or ())):
         if out is None:
             _remember(executable, indices, bufs, bounds, backend)
         else:
             key = (id(bufs[0]), id(out[0]), bounds, backend)
             _remember_outputs(executable, indices, bufs, results, key)
     return results
+
+
+def only_tensors(*items: Any) -> bool:
+    """Whether a guard can look at all of these."""
+    return all(isinstance(item, torch.Tensor) for item in items)
 
 
 def _in_graph(

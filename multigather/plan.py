@@ -96,7 +96,7 @@ class Plan:
         )
         if executable is not None and out is None:
             self._learn(indices, executable)
-        elif executable is not None and out is not None and self._flat:
+        elif executable is not None and out and self._flat and api.only_tensors(*out):
             if len(self._into) >= KEPT_OUTPUTS:
                 self._into = {}
             self._into[id(out[0])] = OutShortcut(indices, self._tensors, results, executable)

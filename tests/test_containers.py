@@ -279,6 +279,33 @@ def test_mixed_kinds_and_outputs() -> None:
         multigather.gather(torch.tensor([3, 1]), array, out=(array[:2],))
 
 
+def test_arrays_beside_tensors_call_after_call() -> None:
+    """Indices, buffers or outputs may be arrays among tensors; the third call is as the first."""
+    tensor, array = torch.arange(12.0).view(4, 3), np.arange(8).reshape(4, 2)
+    plan = multigather.plan(tensor)
+    both = multigather.plan(tensor, array)
+    into = np.empty((2, 3), np.float32)
+    for turn in range(3):
+        rows = np.array([turn, 3])
+        want = tensor[torch.from_numpy(rows)]
+        for (found,) in (
+            multigather.gather(rows, tensor),
+            plan(rows),
+            multigather.gather(torch.from_numpy(rows), tensor),
+        ):
+            assert torch.equal(found, want)
+        for found, other in (multigather.gather(rows, tensor, array), both(rows)):
+            assert torch.equal(found, want)
+            assert np.array_equal(other, array[rows])
+        for gather in (plan, lambda rows, out: multigather.gather(rows, tensor, out=out)):
+            into[:] = -1
+            (given,) = gather(rows, out=(into,))
+            assert given is into
+            assert np.array_equal(into, want.numpy())
+    with pytest.raises(IndexError, match="is 4, out of range"):
+        plan(np.array([4]))
+
+
 def test_numpy_errors() -> None:
     def refused(kind: type[Exception], text: str, indices: Any, *bufs: Any, **options: Any) -> None:
         with pytest.raises(kind, match=text):

@@ -368,7 +368,7 @@ def test_wide_accesses_are_in_flight_together(
             lambda name: name == "LDG.E.64.CONSTANT", reversed(touching[:first])
         )
         indices.append(len(list(before)))
-    # A warp reads one index for all of its piece. Where two copies' code is adjacent, there are more.
+    # A warp reads one index for all of its piece; where two copies' code meets, there are more.
     assert min(indices) >= 1, touching
     assert max(indices) >= config.unroll, touching
 
