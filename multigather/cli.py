@@ -113,12 +113,18 @@ def bench(
     host: Annotated[
         bool, typer.Option("--host", help="Only the host time of repeated calls and its floor.")
     ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write the JSON object here, anew after every measurement."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Time workloads beside what people use today, after checking every byte."""
     from multigather.benchmark import command
 
-    sys.exit(command.main(device, workload or (), way or (), rounds, sweep, plot, host, as_json))
+    sys.exit(
+        command.main(device, workload or (), way or (), rounds, sweep, plot, host, out, as_json)
+    )
 
 
 @app.command()

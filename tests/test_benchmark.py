@@ -158,6 +158,34 @@ def test_the_whole_command(tiny: None, tmp_path: Path) -> None:
     assert "index_select" not in output
 
 
+def test_a_stopped_run_keeps_what_it_measured(
+    tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of --out is whole after every measurement, and holds the last report at the end."""
+    path = tmp_path / "report.json"
+    options = ["--device", "cpu", "--rounds", "1", "--sweep", "--way", "b[idx]", "--out", path]
+    measured, measure_one = [], run.measure
+
+    def measure_some(*arguments: Any) -> run.Measurement:
+        if len(measured) == 5:
+            raise KeyboardInterrupt
+        measured.append(measure_one(*arguments))
+        return measured[-1]
+
+    monkeypatch.setattr(run, "measure", measure_some)
+    assert bench(*options)[0] != 0
+    found = json.loads(path.read_text())
+    assert len(found["measurements"]) == 1
+    assert {name: len(each) for name, each in found["sweep"].items()} == {
+        "row bytes": 3, "buffers": 1,
+    }  # fmt: skip
+    monkeypatch.setattr(run, "measure", measure_one)
+    status, output = bench(*options, "--json")
+    assert status == 0
+    assert json.loads(output) == json.loads(path.read_text())
+    assert [each.name for each in tmp_path.iterdir()] == ["report.json"]
+
+
 def test_host_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "BUFFERS", (1, 3))
     status, output = bench("--device", "cpu", "--rounds", "2", "--host", "--json")
@@ -187,6 +215,7 @@ def test_wrong_options(tmp_path: Path) -> None:
     assert bench("--device", "cpu", "--workload", "nothing")[0] == 2
     assert bench("--device", "cpu", "--plot", tmp_path)[0] == 2
     assert bench("--device", "cpu", "--host", "--sweep")[0] == 2
+    assert bench("--device", "cpu", "--out", tmp_path / "no" / "report.json")[0] == 2
     with pytest.raises(ValueError, match="without --sweep"):
         plots.draw({"measurements": []}, tmp_path, "x")
 

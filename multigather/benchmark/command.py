@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,6 +25,7 @@ def main(
     sweep: bool,
     plot: Path | None,
     only_host: bool,
+    out: Path | None,
     as_json: bool,
 ) -> int:
     """See the help of ``multigather bench``; 1 if a way is wrong, 2 for wrong options."""
@@ -35,15 +37,24 @@ def main(
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
+    def keep(report: dict[str, Any]) -> None:
+        # A run that is stopped, as on a machine lent for a time, has lost nothing that it measured.
+        if out is not None:
+            unfinished = out.with_name(f"{out.name}.unfinished")
+            unfinished.write_text(json.dumps(report, indent=1) + "\n")
+            unfinished.replace(out)
+
     try:
         if plot is not None and not sweep:
             raise ValueError("--plot draws what --sweep measures; add --sweep")
         if only_host and (names or ways or sweep):
             raise ValueError("--host measures its own gathers, without workloads, ways and sweep")
+        if out is not None and not out.parent.is_dir():
+            raise ValueError(f"--out: there is no folder {out.parent}")
         if only_host:
-            report = host.run(wanted, rounds, sys.argv[2:], say)
+            report = host.run(wanted, rounds, sys.argv[2:], say, keep)
         else:
-            report = run(wanted, names, named(ways, wanted), rounds, sweep, sys.argv[2:], say)
+            report = run(wanted, names, named(ways, wanted), rounds, sweep, sys.argv[2:], say, keep)
     except (MismatchError, ValueError) as error:
         errors.print(f"multigather bench: {error}", markup=False)
         return 1 if isinstance(error, MismatchError) else 2

@@ -38,6 +38,7 @@ GENERATED = ", generated"
 Buffers = Sequence[torch.Tensor]
 Ways = dict[str, Gather]
 Say = Callable[[str], None]
+Keep = Callable[[dict[str, Any]], None]
 
 
 def fields(number: int, device: torch.device) -> Fields:
@@ -139,7 +140,11 @@ def _floor(plan: Plan, buffers: Buffers, indices: torch.Tensor) -> Ways:
 
 
 def run(
-    device: torch.device, rounds: int, arguments: Sequence[str], say: Say = lambda text: None
+    device: torch.device,
+    rounds: int,
+    arguments: Sequence[str],
+    say: Say = lambda text: None,
+    keep: Keep = lambda report: None,
 ) -> dict[str, Any]:
     """Measure every number of buffers and return a report that JSON can hold."""
     report: dict[str, Any] = {
@@ -153,11 +158,13 @@ def run(
     for number in BUFFERS:
         say(f"{number} buffers")
         report["host"].append({"buffers": number, "host_us": measure(number, device, rounds)})
+        keep(report)
     first, last = report["host"][0], report["host"][-1]
     report["host_us_per_buffer"] = {
         name: round((last["host_us"][name] - us) / (last["buffers"] - first["buffers"]), 3)
         for name, us in first["host_us"].items()
     }
+    keep(report)
     return report
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ INDEX_SETS = 8
 COMPILED_BUFFERS = (1, 4, 16)
 
 Say = Callable[[str], None]
+Keep = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ def run(
     sweeping: bool = False,
     arguments: Sequence[str] = (),
     say: Say = lambda text: None,
+    keep: Keep = lambda report: None,
 ) -> dict[str, Any]:
     """Measure the workloads (all, or those named) and return a report that JSON can hold.
 
@@ -152,6 +154,7 @@ def run(
         sweeping: also measure the series of `sweep`.
         arguments: of the command line, for the report.
         say: told of progress.
+        keep: given the report so far after every measurement.
 
     Raises:
         MismatchError: see `measure`.
@@ -178,14 +181,21 @@ def run(
             say(f"{workload.name}, m = {count}")
             measured = measure(workload, count, device, buffers, ways, rounds)
             report["measurements"].append(asdict(measured))
+            keep(report)
         del buffers
     if sweeping:
-        report["sweep"] = {name: _series(name, device, ways, say) for name in sweep.SERIES}
+        report["sweep"] = {}
+        for name in sweep.SERIES:
+            series = report["sweep"][name] = []
+            for found in _series(name, device, ways, say):
+                series.append(asdict(found))
+                keep(report)
     return report
 
 
-def _series(name: str, device: torch.device, ways: Sequence[Way], say: Say) -> list[dict[str, Any]]:
-    measured = []
+def _series(
+    name: str, device: torch.device, ways: Sequence[Way], say: Say
+) -> Iterator[Measurement]:
     buffers: list[torch.Tensor] = []
     made_for = None
     for workload in sweep.series(name, device):
@@ -197,5 +207,4 @@ def _series(name: str, device: torch.device, ways: Sequence[Way], say: Say) -> l
         count = workload.counts[0]
         compiling = name == "buffers" and len(buffers) in COMPILED_BUFFERS
         some = [way for way in ways if compiling or way.name not in COMPILED]
-        measured.append(asdict(measure(workload, count, device, buffers, some, SWEEP_ROUNDS)))
-    return measured
+        yield measure(workload, count, device, buffers, some, SWEEP_ROUNDS)
