@@ -11,8 +11,9 @@ UNITS = (1, 2, 4, 8, 16)
 
 # How much the facts matter, in units in which a neighbour's weight falls by e. Fitted on 304
 # gathers tuned on an H200, each left out in turn and chosen for by the others: of the weightings
-# that were equally good within the noise, this one needs the fewest facts. Choices made so took
-# 0.5 % longer than the fastest config (median), 4.5 % (90th percentile) and 12 % (worst).
+# that were equally good within the noise, this one needs the fewest facts. Choices made so among
+# 328 gathers of a later tune took 0.7 % longer than the fastest config (median), 4 % (90th
+# percentile) and 24 % (worst).
 BUFFERS_WEIGHT = 2.0
 UNITS_WEIGHT = 1.0
 BYTES_WEIGHT = 0.5
