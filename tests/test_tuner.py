@@ -633,7 +633,7 @@ SHIPPED = ROOT / "tuning_cache" / "nvidia-h200.json"
 
 
 def test_shipped_choices_are_good_for_gathers_that_were_not_tuned() -> None:
-    """Judged by the times of every config in 44 random gathers, as one H200 took for them."""
+    """Judged by the times of every config in 48 random gathers, as one H200 took for them."""
     command = ["check", "--from-log", LOG, "--tuning", SHIPPED, "--json", "--device", "cpu"]
     status, output = multigather_command(*command)
     found = json.loads(output)
@@ -645,10 +645,11 @@ def test_shipped_choices_are_good_for_gathers_that_were_not_tuned() -> None:
     assert sum(each["key"] in tuned for each in found["gathers"]) < 10
     assert sum(each["best_us"] < each["choice_us"] for each in found["gathers"]) > 20
     # Without any tuning file the heuristic is judged, and found to be worse.
-    without = command[:3] + command[5:]
-    status, output = multigather_command(*without)
-    assert status == 1
-    assert json.loads(output)["worst"] > 0.15
+    status, output = multigather_command(*command[:3], *command[5:])
+    assert status in (0, 1)
+    heuristic = json.loads(output)
+    assert heuristic["median"] > 2 * found["median"]
+    assert heuristic["worst"] > found["worst"]
 
 
 def test_choices_are_legal_for_gathers_that_were_not_tuned() -> None:
