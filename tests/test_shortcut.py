@@ -538,10 +538,12 @@ def test_nothing_is_leaked(way: str, drive: Any) -> None:
     gc.collect()
     tracemalloc.start()
     try:
-        calls()
+        # Torch keeps some of what it converts indices with, up to 27 KB in all and no more.
+        for _ in range(500):
+            calls()
         gc.collect()
         before, memory = [sys.getrefcount(each) for each in watched], tracemalloc.take_snapshot()
-        for _ in range(1000):
+        for _ in range(2000):
             calls()
         gc.collect()
         after = [sys.getrefcount(each) for each in watched]
@@ -551,7 +553,7 @@ def test_nothing_is_leaked(way: str, drive: Any) -> None:
     finally:
         tracemalloc.stop()
     assert all(abs(b - a) < 100 for a, b in zip(before, after, strict=True)), (before, after)
-    assert grown < 1000 * 24  # the smallest object of each call would be more
+    assert grown < 2000 * 24  # the smallest object of each call would be more
 
 
 def test_cycles_are_collected(way: str, drive: Any) -> None:
