@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 import multigather
+from multigather.benchmark.timing import Gather, interleaved
 
 F32, I64, BF16 = torch.float32, torch.int64, torch.bfloat16
 # Row shape and dtype of each table: one narrow, one of a cache line, one wide, and a mixed set.
@@ -31,8 +31,6 @@ TABLES: dict[str, tuple[tuple[tuple[int, ...], torch.dtype], ...]] = {
     "4096 bytes": (((1024,), F32),),
     "features, 668 bytes": (((100,), F32), ((128,), BF16), ((), I64), ((), torch.int32)),
 }
-
-Way = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
 
 def measure(
@@ -69,7 +67,7 @@ def measure(
                 copies.append(stage.to("cuda", non_blocking=True))
             return copies
 
-        ways: dict[str, Way] = {
+        ways: dict[str, Gather] = {
             "multigather": lambda indices: multigather.gather(indices, *pinned),
             "index_select, .to": through_pageable,
             "index_select into pinned, .to": through_pinned,
@@ -84,18 +82,20 @@ def measure(
             for got, want in zip(gather(sets[0]), wanted, strict=True):
                 assert got.is_cuda, way
                 assert torch.equal(got.cpu(), want), way
-        times: dict[str, list[float]] = {way: [] for way in ways}
-        for turn in range(rounds):
-            order = [*ways][turn % len(ways) :] + [*ways][: turn % len(ways)]
-            for way in order:
+
+        def timer(gather: Gather, sets: list[torch.Tensor] = sets) -> Callable[[], float]:
+            def run() -> float:
                 torch.cuda.synchronize()
                 start = time.perf_counter()
                 for indices in sets:
-                    ways[way](indices)
+                    gather(indices)
                 torch.cuda.synchronize()
-                times[way].append((time.perf_counter() - start) / len(sets) * 1e6)
+                return (time.perf_counter() - start) / len(sets) * 1e6
+
+            return run
+
+        medians = interleaved({way: timer(gather) for way, gather in ways.items()}, rounds)
         multigather.check()
-        medians = {way: statistics.median(each) for way, each in times.items()}
         ours = medians["multigather"]
         results.append(
             {

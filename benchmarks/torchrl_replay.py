@@ -31,6 +31,7 @@ from torchrl.data import LazyTensorStorage as TorchrlStorage
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 import multigather
+from multigather.benchmark.timing import rounds_of
 from multigather.integrations.torchrl import LazyTensorStorage
 
 STORAGES = {"multigather": LazyTensorStorage, "torchrl": TorchrlStorage}
@@ -118,17 +119,13 @@ def measure(
             torch.cuda.synchronize(device)
         return time.perf_counter() - start
 
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
+    def timer(call: Callable[[], object]) -> Callable[[], float]:
         for _ in range(3):
             once(call)
-    repeats = {name: max(1, int(0.02 / once(call))) for name, call in calls.items()}
-    for turn in range(rounds):
-        # Rotated, for each inherits the caches as the one before left them.
-        names = [*calls][turn % len(calls) :] + [*calls][: turn % len(calls)]
-        for name in names:
-            samples = [once(calls[name]) for _ in range(repeats[name])]
-            times[name].append(statistics.median(samples) * 1e6)
+        repeats = max(1, int(0.02 / once(call)))
+        return lambda: statistics.median(once(call) for _ in range(repeats)) * 1e6
+
+    times = rounds_of({name: timer(call) for name, call in calls.items()}, rounds)
     medians = {name: statistics.median(each) for name, each in times.items()}
     return {
         "workload": workload,

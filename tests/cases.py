@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +20,15 @@ DTYPES = [
     if not dtype.is_complex or dtype in (torch.complex32, torch.complex64, torch.complex128)
 ]
 DTYPES = [d for d in DTYPES if not str(d).startswith(("torch.q", "torch.bits"))]
+
+
+def in_threads(number: int, work: Callable[[int], object]) -> None:
+    """Call ``work(0)``, ``work(1)``, ... at once, each in a thread, and wait for all."""
+    threads = [threading.Thread(target=work, args=(each,)) for each in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 class Slab:

@@ -103,7 +103,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Small networks on a busy machine: threads that wait for one another cost most of the time."""
+    """Torch on one CPU thread: on a busy machine more of them mostly wait for one another."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import POISON
+from cases import POISON, in_threads
 from conftest import HAVE_GPU, Target
 
 import multigather
@@ -121,11 +121,7 @@ def test_two_gpus_at_once(backend: str) -> None:
         except BaseException as error:
             failures.append(f"thread {number}: {error!r}")
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(4, work)
     assert failures == []
     multigather.check()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Slab, assert_gathered
+from cases import Slab, assert_gathered, in_threads
 from conftest import HAVE_GPU, Target
 
 import multigather
@@ -802,11 +802,7 @@ def test_threads_meet_only_their_own_errors() -> None:
                 if not bad or f"is {10 + number}, " not in str(error):
                     failures.append(f"thread {number}: {error}")
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(8, work)
     assert not failures
 
 

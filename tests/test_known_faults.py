@@ -11,12 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from cases import POISON, Slab, assert_gathered, raw_bytes
+from cases import POISON, Slab, assert_gathered, in_threads, raw_bytes
 from conftest import HAVE_GPU, Target
 
 import multigather
@@ -928,11 +928,7 @@ def test_gathers_in_many_threads(target: Target) -> None:
         except BaseException as error:
             failures.append(f"thread {number}: {error!r}")
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(6, work)
     assert not failures
     multigather.check()
 
@@ -971,15 +967,6 @@ def test_inference_mode(target: Target) -> None:
     leaf = torch.ones(4, 3, device=target.device, requires_grad=True)
     gather(target, indices, leaf, made_inside)[0].sum().backward()
     assert leaf.grad[:, 0].tolist() == [1, 0, 1, 0]
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Torch on one CPU thread: with more, a busy machine makes times jump by a factor of 50."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("one_thread")

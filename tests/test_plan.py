@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from cases import Slab, assert_gathered
+from cases import Slab, assert_gathered, in_threads
 from conftest import Target
 
 import multigather
@@ -193,11 +192,7 @@ def test_threads_share_a_plan(target: Target) -> None:
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(8, work)
     assert not failures
 
 

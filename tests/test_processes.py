@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import assert_gathered
+from cases import assert_gathered, in_threads
 from conftest import HAVE_GPU, Target
 
 import multigather
@@ -71,11 +71,7 @@ def test_many_threads(target: Target) -> None:
         except BaseException as error:
             failures.append(f"thread {number}: {error!r}")
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(32)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(32, work)
     assert failures == []
     multigather.check()
 

@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import in_threads
 from cuda_host import HostCudaBackend, compiler, library
 from torch._C._dynamo import guards
 
@@ -492,11 +492,7 @@ def test_the_cuda_kernel_through_a_repeated_launch(
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=gather, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(6, gather)
     assert not failures
 
 

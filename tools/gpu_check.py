@@ -73,6 +73,13 @@ def install(site: Path, python: str = sys.executable) -> str:
     return f"by copying, because pip could not: {reason}"
 
 
+def environment_with(site: Path) -> dict[str, str]:
+    """This process's environment, in which the package in ``site`` is the one that is imported."""
+    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # PYTHONSAFEPATH keeps the checkout's own multigather/, which has no kernels, off the path.
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+
+
 def missing_packages() -> list[str]:
     """Print the version of each of `PACKAGES`; return the required ones that are missing."""
     missing = []
@@ -101,13 +108,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder, "site")
         print(f"multigather installed into a temporary folder {install(site)}", flush=True)
-        paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
-        # PYTHONSAFEPATH keeps the checkout's own multigather/, which has no kernels, off the path.
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "PYTHONSAFEPATH": "1",
-        }
+        environment = environment_with(site)
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests", *arguments]
         status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
         if status:

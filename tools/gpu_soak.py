@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gpu_check import ROOT, install
+from gpu_check import ROOT, environment_with, install
 
 BACKENDS = ("cupy", "triton", "torch")
 RELIABILITY = (
@@ -216,9 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder, "site")
         print(f"multigather installed into a temporary folder {install(site)}", flush=True)
-        paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
-        # PYTHONSAFEPATH keeps the checkout's own package off the path, and a script's folder too.
+        environment = environment_with(site)
+        # PYTHONSAFEPATH keeps a script's own folder off the path too.
         environment["PYTHONPATH"] += os.pathsep + str(ROOT / "tests")
         soak = Soak(chosen, environment)
         for name in chosen.only:

@@ -291,12 +291,14 @@ def work_of(field: Field, destination: Destination, config: CudaConfig) -> Work:
     whole warps allow.
     """
     kind, units = units_of(field, destination)
-    width = field.row_bytes if kind == SHIFTED else units
+    shifted_bytes = field.row_bytes if kind == SHIFTED else 0
     if kind not in (3, 4, SHIFTED) or not WARP <= units < 2**31:
-        return Work(kind, units, config.threads * config.unroll, width & 2**32 - 1, 0)
+        return Work(kind, units, config.threads * config.unroll, shifted_bytes, 0)
     pieces = -(-units // (WARP * config.unroll))
     piece = WARP * -(-units // (WARP * pieces))
-    return Work(BY_WARPS + kind, -(-units // piece), config.threads // WARP, width, piece)
+    return Work(
+        BY_WARPS + kind, -(-units // piece), config.threads // WARP, shifted_bytes or units, piece
+    )
 
 
 def _launch_of(

@@ -7,10 +7,8 @@ called by hand. Both of multigather's repeated calls are timed, the compiled and
 
 from __future__ import annotations
 
-import datetime
 import functools
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,12 +18,13 @@ from rich.text import Text
 
 import multigather
 
-from .. import environment, native
+from .. import native
 from ..backends.base import KernelRunner
 from ..launch import current_stream, fast_allocation, launch_function
 from ..plan import Plan
 from ..request import bucket_of
 from ..shortcut import allocations
+from .run import Keep, Say, heading
 from .timing import Gather, host_timer, interleaved
 from .workloads import BF16, F32, I32, I64, Fields, Workload
 
@@ -37,8 +36,6 @@ GENERATED = ", generated"
 
 Buffers = Sequence[torch.Tensor]
 Ways = dict[str, Gather]
-Say = Callable[[str], None]
-Keep = Callable[[dict[str, Any]], None]
 
 
 def fields(number: int, device: torch.device) -> Fields:
@@ -148,10 +145,7 @@ def run(
 ) -> dict[str, Any]:
     """Measure every number of buffers and return a report that JSON can hold."""
     report: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["multigather", "bench", *arguments]),
-        "device": str(device),
-        "environment": environment.facts(),
+        **heading(device, arguments),
         "count": COUNT,
         "host": [],
     }

@@ -134,6 +134,16 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8).clone()
 
 
+def heading(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
+    """What every report begins with: when, by which command, where and with what."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["multigather", "bench", *arguments]),
+        "device": str(device),
+        "environment": environment.facts(),
+    }
+
+
 def run(
     device: torch.device,
     names: Sequence[str],
@@ -165,10 +175,7 @@ def run(
         known = ", ".join(workload.name for workload in WORKLOADS)
         raise ValueError(f"unknown workloads {sorted(unknown)}; there are {known}")
     report: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["multigather", "bench", *arguments]),
-        "device": str(device),
-        "environment": environment.facts(),
+        **heading(device, arguments),
         "copy_bytes_per_second": round(copy_ceiling(device)),
         "measurements": [],
     }

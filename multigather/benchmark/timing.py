@@ -21,8 +21,8 @@ LARGE_CALL_BYTES = 50_000_000
 CEILING_BYTES = {"cuda": 2**30, "cpu": 2**26}
 
 
-def interleaved(timers: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Median over rounds in which each timer runs once.
+def rounds_of(timers: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """The times of rounds in which each timer runs once.
 
     The order rotates, for a way inherits the caches and the allocator as the one before left them.
     """
@@ -32,6 +32,12 @@ def interleaved(timers: dict[str, Callable[[], float]], rounds: int) -> dict[str
         first = turn % max(len(names), 1)
         for name in names[first:] + names[:first]:
             times[name].append(timers[name]())
+    return times
+
+
+def interleaved(timers: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """Medians of `rounds_of`."""
+    times = rounds_of(timers, rounds)
     return {name: round(statistics.median(each), 3) for name, each in times.items()}
 
 
