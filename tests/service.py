@@ -212,7 +212,7 @@ class Client:
         )
         value, place = None, self.draw.randrange(count)
         if self.draw.random() < self.share:
-            value = self.fewest + next(self._values)
+            value = next(self._values)  # beyond every client's rows, and no other call has it
             value = self.draw.choice((value, -value))
             indices[place] = value
             self.ledger.send(value, place, self.rows, self.device)
