@@ -72,9 +72,9 @@ class RowLayout:
         return cls(tuple(columns), tuple(offsets), stride)
 
     def views(self, slab: torch.Tensor) -> list[torch.Tensor]:
-        """The fields of a slab of shape ``[rows, stride]`` and dtype uint8, each ``[rows, ...]``."""
+        """The fields ``[rows, ...]`` of a slab of shape ``[rows, stride]`` and dtype uint8."""
         fields = []
         for column, offset in zip(self.columns, self.offsets, strict=True):
             part = slab[:, offset : offset + column.row_bytes].view(column.dtype)
-            fields.append(part.unflatten(1, column.row_shape) if column.row_shape else part[:, 0])
+            fields.append(part.view(len(slab), *column.row_shape) if column.row_shape else part[:, 0])
         return fields
