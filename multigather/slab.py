@@ -75,6 +75,7 @@ class RowLayout:
         """The fields ``[rows, ...]`` of a slab of shape ``[rows, stride]`` and dtype uint8."""
         fields = []
         for column, offset in zip(self.columns, self.offsets, strict=True):
-            part = slab[:, offset : offset + column.row_bytes].view(column.dtype)
-            fields.append(part.view(len(slab), *column.row_shape) if column.row_shape else part[:, 0])
+            field = slab[:, offset : offset + column.row_bytes].view(column.dtype)
+            shape = (len(slab), *column.row_shape)
+            fields.append(field.view(shape) if column.row_shape else field[:, 0])
         return fields
