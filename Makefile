@@ -17,8 +17,9 @@ help:  ## list the targets
 demo: $(STAMP)  ## gather from real data on your device, check every byte, show times
 	$(VENV)/bin/multigather demo $(ARGS)
 
-test: $(STAMP)  ## run the tests
-	$(VENV)/bin/python -m pytest tests $(ARGS)
+# Workers that have nothing left take tests of the others: one file's tests take minutes.
+test: $(STAMP)  ## run the tests, on up to eight cores
+	$(VENV)/bin/python -m pytest tests -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 gpu:  ## GPU tests, then the benchmark, with the Python at hand: no venv, no network
 	$(PYTHON) tools/gpu_check.py $(ARGS)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import Target
+from filelock import FileLock
 
 import multigather
 
@@ -15,10 +18,11 @@ TARGET_DEVICES = ("cuda",)  # read by conftest.py
 
 @pytest.fixture(autouse=True)
 def room(target: Target) -> Iterator[None]:
-    """Memory of earlier tests is given back before, and that of each of these after."""
-    torch.cuda.empty_cache()
-    yield
-    torch.cuda.empty_cache()
+    """One at a time, also of several workers; memory is given back before and after."""
+    with FileLock(Path(tempfile.gettempdir(), "multigather-test-large.lock")):
+        torch.cuda.empty_cache()
+        yield
+        torch.cuda.empty_cache()
 
 
 def need(gigabytes: float) -> None:

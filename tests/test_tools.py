@@ -206,6 +206,32 @@ def test_soak_says_what_it_cannot_run(gpu_soak, monkeypatch, capsys):
     assert "compute-sanitizer is not installed" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("logs", "found", "first"),
+    [
+        (("========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n",) * 2, 0, ""),
+        (("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n",), 0, ""),
+        (
+            (
+                "========= ERROR SUMMARY: 0 errors\n",
+                "========= Invalid __global__ read of size 16 bytes\n"
+                "========= ERROR SUMMARY: 3 errors\n",
+            ),
+            3,
+            "Invalid __global__ read",
+        ),
+        (("========= COMPUTE-SANITIZER\n",), 1, "COMPUTE-SANITIZER"),
+        ((), 1, "wrote no log"),
+    ],
+)
+def test_findings_of_the_sanitizers(gpu_soak, tmp_path, logs, found, first):
+    for number, log in enumerate(logs):
+        (tmp_path / f"{number}.log").write_text(log)
+    errors, text = gpu_soak.findings(tmp_path)
+    assert errors == found
+    assert first in text and bool(text) == bool(first)
+
+
 def test_soak_runs_test_files_that_exist(gpu_soak):
     assert all((ROOT / "tests" / f"test_{name}.py").exists() for name in gpu_soak.RELIABILITY)
     assert all((ROOT / name).exists() for name in gpu_soak.SANITIZED if name.startswith("tests/"))

@@ -11,6 +11,7 @@ installed. Like tools/gpu_check.py it takes the Python and the packages at hand,
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -166,12 +167,21 @@ class Soak:
         if tool is None or self.chosen.device != "cuda":
             reason = "compute-sanitizer is not installed" if tool is None else "there is no GPU"
             return [Row("compute-sanitizer", "not run", note=reason)]
+        workers = []
+        if importlib.util.find_spec("xdist") is not None:
+            workers = ["-n", str(self.chosen.processes)]
         rows = []
         for name in SANITIZERS:
-            before = [tool, "--tool", name, "--error-exitcode", "86"]
-            row = self.pytest(
-                f"compute-sanitizer {name}", "-m", "gpu", *SANITIZED, before=before, **UNCACHED
-            )
+            with tempfile.TemporaryDirectory() as folder:
+                before = [tool, "--tool", name, "--target-processes", "all"]
+                before += ["--log-file", f"{folder}/%p.log"]
+                test = f"compute-sanitizer {name}"
+                row = self.pytest(
+                    test, "-m", "gpu", *workers, *SANITIZED, before=before, **UNCACHED
+                )
+                found, first = findings(Path(folder))
+            row.remaining += found
+            row.note = row.note or first
             rows.append(row)
         return rows
 
@@ -182,6 +192,22 @@ STEPS: dict[str, Callable[[Soak], list[Row]]] = {
     "fuzz": Soak.fuzz,
     "sanitizers": Soak.sanitizers,
 }
+
+
+def findings(folder: Path) -> tuple[int, str]:
+    """How many errors and hazards the logs of compute-sanitizer have, and the first of them.
+
+    A log for each process that used the GPU; one without its summary counts as an error.
+    """
+    found, first = 0, ""
+    logs = [file.read_text(errors="replace") for file in sorted(folder.glob("*.log"))]
+    for log in logs or [""]:
+        summary = re.search(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) ", log, re.MULTILINE)
+        errors = int(summary[1]) if summary else 1
+        found += errors
+        if errors and not first:
+            first = log.strip()[:2000] or "compute-sanitizer wrote no log"
+    return found, first
 
 
 def last_line(printed: str) -> str:
