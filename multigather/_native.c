@@ -15,6 +15,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "gather_cpu.h"
+
 /* cuLaunchKernel: function, grid, block, shared bytes, stream, parameters, extra. */
 typedef int (*driver_launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                              unsigned, void *, void **, void **);
@@ -25,7 +27,7 @@ typedef int32_t (*tensor_numel)(void *, int64_t *);
    kernel with as many buffers as it takes. More is taken from the heap. */
 enum { SMALL_BLOCK = 4096, SMALL_PARAMETERS = 512 };
 
-static PyObject *name_data_ptr, *name_numel, *name_view, *zero;
+static PyObject *name_data_ptr, *name_numel;
 
 /* ---- tensors ------------------------------------------------------------------------------- */
 
@@ -716,16 +718,57 @@ static PyTypeObject LaunchInto_type = {
     .tp_dealloc = (destructor)LaunchInto_dealloc,
 };
 
-/* ---- Select -------------------------------------------------------------------------------- */
+/* ---- Copy ---------------------------------------------------------------------------------- */
 
-/* shortcut.repeated_select: (indices, buffers) to one torch operation for each buffer. */
+/* shortcut.native_copy: (indices, buffers) on a CPU to new outputs, by gather_cpu.c. */
 typedef struct {
     PyObject_HEAD
     vectorcallfunc call;
-    PyObject *check, *operations, *buckets, *failed;
+    PyObject *check, *buckets, *empty, *outputs, *failed;
+    Py_ssize_t count;
+    struct GatherField *layout;
+    int index_type, bounds;
     /* Of the buffers, if it is for buffers at these addresses only. */
     uint64_t *addresses;
-} Select;
+} Copy;
+
+/* Addresses of so many buffers and their outputs: on the stack up to a number. */
+enum { SMALL_COUNT = 32 };
+typedef struct {
+    uint64_t *values, *heap, small[2 * SMALL_COUNT];
+} Addresses;
+
+static int addresses_for(Py_ssize_t count, Addresses *addresses)
+{
+    addresses->heap = NULL;
+    addresses->values = addresses->small;
+    if (count > SMALL_COUNT) {
+        addresses->values = addresses->heap = PyMem_New(uint64_t, 2 * count);
+        if (addresses->heap == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Below this many bytes to let other threads run takes longer than it gives them. */
+enum { HELD_BYTES = 1 << 14 };
+
+/* `gather_cpu`, letting other threads run where it takes a while. */
+static int gather_unlocked(const struct GatherCall *call)
+{
+    int64_t bytes = 0;
+    for (int64_t k = 0; k < call->fields; k++)
+        bytes += call->field[k].row_bytes;
+    if (bytes * call->count < HELD_BYTES)
+        return gather_cpu(call);
+    int refused;
+    Py_BEGIN_ALLOW_THREADS
+    refused = gather_cpu(call);
+    Py_END_ALLOW_THREADS
+    return refused;
+}
 
 /* request.bucket_of; -1 for a number whose square has no room here. */
 static long bucket_of(int64_t number)
@@ -738,133 +781,162 @@ static long bucket_of(int64_t number)
     return bits >> 1;
 }
 
-/* Whether the operations are for such numbers of indices: 1, 0, or -1 with an error. */
-static int in_buckets(const Select *self, PyObject *indices)
+/* Whether this gathers such numbers of indices: 1, 0, or -1 with an error. */
+static int in_buckets(PyObject *buckets, int64_t numel)
 {
-    int64_t numel;
-    if (numel_of(indices, &numel) < 0)
-        return -1;
     PyObject *bucket = PyLong_FromLong(bucket_of(numel));
     if (bucket == NULL)
         return -1;
-    int found = PySet_Contains(self->buckets, bucket);
+    int found = PySet_Contains(buckets, bucket);
     Py_DECREF(bucket);
     return found;
 }
 
-/* Whether the buffers lie where they should: 1, 0, or -1 with an error. */
-static int in_place(const Select *self, PyObject *const *buffers)
+/* A new output: of the row shape, strides and dtype of `output`, for so many indices. */
+static PyObject *new_output(PyObject *empty, PyObject *output, int64_t numel)
 {
-    uint64_t address;
-    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(self->operations); k++) {
-        if (address_of(buffers[k], &address) < 0)
-            return -1;
-        if (address != self->addresses[k])
-            return 0;
-    }
-    return 1;
-}
-
-/* operation(buffer, 0, indices), viewed as an integer type if one is given, and back. */
-static PyObject *select_rows(PyObject *operation, PyObject *buffer, PyObject *indices)
-{
-    PyObject *view = PyTuple_GET_ITEM(operation, 1);
-    PyObject *source = view == Py_None ? Py_NewRef(buffer)
-                                       : PyObject_CallMethodOneArg(buffer, name_view, view);
-    if (source == NULL)
+    PyObject *row_shape = PyTuple_GET_ITEM(output, 0);
+    Py_ssize_t dimensions = PyTuple_GET_SIZE(row_shape);
+    PyObject *shape = PyTuple_New(1 + dimensions), *rows = PyLong_FromLongLong(numel);
+    if (shape == NULL || rows == NULL) {
+        Py_XDECREF(shape);
+        Py_XDECREF(rows);
         return NULL;
-    PyObject *arguments[] = {source, zero, indices};
-    PyObject *rows = PyObject_Vectorcall(PyTuple_GET_ITEM(operation, 0), arguments, 3, NULL);
-    Py_DECREF(source);
-    if (rows != NULL && view != Py_None) {
-        PyObject *viewed =
-            PyObject_CallMethodOneArg(rows, name_view, PyTuple_GET_ITEM(operation, 2));
-        Py_SETREF(rows, viewed);
     }
-    return rows;
+    PyTuple_SET_ITEM(shape, 0, rows);
+    for (Py_ssize_t k = 0; k < dimensions; k++)
+        PyTuple_SET_ITEM(shape, 1 + k, Py_NewRef(PyTuple_GET_ITEM(row_shape, k)));
+    PyObject *arguments[] = {shape, PyTuple_GET_ITEM(output, 1), PyTuple_GET_ITEM(output, 2)};
+    PyObject *tensor = PyObject_Vectorcall(empty, arguments, 3, NULL);
+    Py_DECREF(shape);
+    return tensor;
 }
 
-static PyObject *Select_call(PyObject *object, PyObject *const *arguments, size_t flags,
-                             PyObject *names)
+/* Gather from guarded tensors: new outputs, or NULL without an error if this call must go the long
+   way; `*bad` if an index is the reason. */
+static PyObject *copy_new(const Copy *self, PyObject *const *tensors, int64_t numel, int *bad)
 {
-    Select *self = (Select *)object;
+    Addresses addresses;
+    uint64_t start;
+    PyObject *outs = NULL;
+    if (addresses_for(self->count, &addresses) < 0)
+        return NULL;
+    uint64_t *source = addresses.values, *destination = source + self->count;
+    for (Py_ssize_t k = 0; k < self->count; k++)
+        if (address_of(tensors[1 + k], source + k) < 0 || source[k] == 0 ||
+            (self->addresses != NULL && source[k] != self->addresses[k]))
+            goto done;
+    if (address_of(tensors[0], &start) < 0)
+        goto done;
+    outs = PyTuple_New(self->count);
+    for (Py_ssize_t k = 0; outs != NULL && k < self->count; k++) {
+        PyObject *out = new_output(self->empty, PyTuple_GET_ITEM(self->outputs, k), numel);
+        if (out == NULL || address_of(out, destination + k) < 0) {
+            Py_XDECREF(out);
+            Py_CLEAR(outs);
+            break;
+        }
+        PyTuple_SET_ITEM(outs, k, out);
+    }
+    if (outs != NULL) {
+        const struct GatherCall call = {(const void *)(uintptr_t)start, numel, 1, self->index_type,
+                                        self->bounds, self->count, self->layout, source,
+                                        destination};
+        *bad = gather_unlocked(&call);
+        if (*bad)
+            Py_CLEAR(outs);
+    }
+done:
+    PyMem_Free(addresses.heap);
+    return outs;
+}
+
+static PyObject *Copy_call(PyObject *object, PyObject *const *arguments, size_t flags,
+                           PyObject *names)
+{
+    Copy *self = (Copy *)object;
     if (PyVectorcall_NARGS(flags) != 2 || names != NULL)
         return PyErr_Format(PyExc_TypeError, "indices and buffers are needed");
-    Py_ssize_t count = PyTuple_GET_SIZE(self->operations);
-    PyObject *tensors = NULL, *results = NULL;
-    int known = guarded(self->check, arguments[0], arguments + 1, 1, count, &tensors);
-    if (known == 1)
-        known = in_buckets(self, PyTuple_GET_ITEM(tensors, 0));
-    if (known == 1 && self->addresses != NULL)
-        known = in_place(self, &PyTuple_GET_ITEM(tensors, 1));
-    if (known == 1) {
-        results = PyTuple_New(count);
-        for (Py_ssize_t k = 0; results != NULL && k < count; k++) {
-            PyObject *rows =
-                select_rows(PyTuple_GET_ITEM(self->operations, k), PyTuple_GET_ITEM(tensors, 1 + k),
-                            PyTuple_GET_ITEM(tensors, 0));
-            if (rows == NULL)
-                Py_CLEAR(results);
-            else
-                PyTuple_SET_ITEM(results, k, rows);
-        }
-        if (results == NULL && (PyErr_ExceptionMatches(PyExc_IndexError) ||
-                                PyErr_ExceptionMatches(PyExc_RuntimeError))) {
-            PyErr_Clear();
-            results = PyObject_Vectorcall(self->failed, arguments, 2, NULL);
-        }
-    }
+    PyObject *tensors = NULL, *outs = NULL;
+    int64_t numel;
+    int bad = 0;
+    int known = guarded(self->check, arguments[0], arguments + 1, 1, self->count, &tensors);
+    if (known == 1 && numel_of(PyTuple_GET_ITEM(tensors, 0), &numel) == 0 &&
+        in_buckets(self->buckets, numel) == 1)
+        outs = copy_new(self, &PyTuple_GET_ITEM(tensors, 0), numel, &bad);
     Py_XDECREF(tensors);
-    if (results == NULL && !PyErr_Occurred())
+    if (bad)
+        outs = PyObject_Vectorcall(self->failed, arguments, 2, NULL);
+    if (outs == NULL && !PyErr_Occurred())
         Py_RETURN_NONE;
-    return results;
+    return outs;
 }
 
-static int Select_traverse(Select *self, visitproc visit, void *arg)
+static int Copy_traverse(Copy *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->check);
-    Py_VISIT(self->operations);
     Py_VISIT(self->buckets);
+    Py_VISIT(self->empty);
+    Py_VISIT(self->outputs);
     Py_VISIT(self->failed);
     return 0;
 }
 
-static void Select_dealloc(Select *self)
+static void Copy_dealloc(Copy *self)
 {
     PyObject_GC_UnTrack(self);
     Py_XDECREF(self->check);
-    Py_XDECREF(self->operations);
     Py_XDECREF(self->buckets);
+    Py_XDECREF(self->empty);
+    Py_XDECREF(self->outputs);
     Py_XDECREF(self->failed);
+    PyMem_Free(self->layout);
     PyMem_Free(self->addresses);
     Py_TYPE(self)->tp_free(self);
 }
 
-static PyObject *Select_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
+static PyObject *Copy_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
-    static char *names[] = {"check", "operations", "buckets", "failed", "addresses", NULL};
-    PyObject *check, *operations, *buckets, *failed, *addresses;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!O!OO:Select", names, &check,
-                                     &PyTuple_Type, &operations, &PySet_Type, &buckets, &failed,
-                                     &addresses))
+    static char *names[] = {"check",  "buckets",    "empty",  "outputs",   "layout",
+                            "bounds", "index_type", "failed", "addresses", NULL};
+    PyObject *check, *buckets, *empty, *outputs, *failed, *addresses;
+    const char *layout;
+    Py_ssize_t size, address_count;
+    int bounds, index_type;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!OO!y#iiOO:Copy", names, &check,
+                                     &PySet_Type, &buckets, &empty, &PyTuple_Type, &outputs,
+                                     &layout, &size, &bounds, &index_type, &failed, &addresses))
         return NULL;
-    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(operations); k++) {
-        PyObject *each = PyTuple_GET_ITEM(operations, k);
-        if (!PyTuple_Check(each) || PyTuple_GET_SIZE(each) != 3)
-            return PyErr_Format(PyExc_TypeError, "no operation, view and dtype: %R", each);
+    Py_ssize_t count = PyTuple_GET_SIZE(outputs);
+    for (Py_ssize_t k = 0; k < count; k++) {
+        PyObject *each = PyTuple_GET_ITEM(outputs, k);
+        if (!PyTuple_Check(each) || PyTuple_GET_SIZE(each) != 3 ||
+            !PyTuple_Check(PyTuple_GET_ITEM(each, 0)))
+            return PyErr_Format(PyExc_TypeError, "no row shape, strides and dtype: %R", each);
     }
-    Select *self = (Select *)type->tp_alloc(type, 0);
+    if (size != count * (Py_ssize_t)sizeof(struct GatherField))
+        return PyErr_Format(PyExc_ValueError, "%zd bytes are no layout of %zd buffers", size,
+                            count);
+    Copy *self = (Copy *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
-    self->call = Select_call;
+    self->call = Copy_call;
     self->check = Py_NewRef(check);
-    self->operations = Py_NewRef(operations);
     self->buckets = Py_NewRef(buckets);
+    self->empty = Py_NewRef(empty);
+    self->outputs = Py_NewRef(outputs);
     self->failed = Py_NewRef(failed);
-    if (addresses != Py_None) {
-        Py_ssize_t count;
-        self->addresses = numbers_of(addresses, &count);
-        if (self->addresses != NULL && count != PyTuple_GET_SIZE(operations))
+    self->count = count;
+    self->bounds = bounds;
+    self->index_type = index_type;
+    self->layout = PyMem_Malloc((size_t)size + 1);
+    if (self->layout == NULL)
+        PyErr_NoMemory();
+    else
+        memcpy(self->layout, layout, (size_t)size);
+    if (self->layout != NULL && addresses != Py_None) {
+        self->addresses = numbers_of(addresses, &address_count);
+        if (self->addresses != NULL && address_count != count)
             PyErr_Format(PyExc_ValueError, "each buffer has an address");
     }
     if (PyErr_Occurred())
@@ -872,18 +944,61 @@ static PyObject *Select_new(PyTypeObject *type, PyObject *arguments, PyObject *k
     return (PyObject *)self;
 }
 
-static PyTypeObject Select_type = {
+static PyTypeObject Copy_type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "multigather._native.Select",
-    .tp_doc = "Repeated torch operations on a CPU, see shortcut.repeated_select.",
-    .tp_basicsize = sizeof(Select),
+    .tp_name = "multigather._native.Copy",
+    .tp_doc = "A repeated gather on a CPU into new outputs, see shortcut.native_copy.",
+    .tp_basicsize = sizeof(Copy),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
-    .tp_vectorcall_offset = offsetof(Select, call),
+    .tp_vectorcall_offset = offsetof(Copy, call),
     .tp_call = PyVectorcall_Call,
-    .tp_new = Select_new,
-    .tp_traverse = (traverseproc)Select_traverse,
-    .tp_dealloc = (destructor)Select_dealloc,
+    .tp_new = Copy_new,
+    .tp_traverse = (traverseproc)Copy_traverse,
+    .tp_dealloc = (destructor)Copy_dealloc,
 };
+
+static PyObject *gather_rows(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    const char *layout;
+    Py_ssize_t size, count;
+    int bounds, index_type;
+    unsigned long long start;
+    long long index_stride, numel;
+    PyObject *sequence;
+    if (!PyArg_ParseTuple(arguments, "y#iiKLLO:gather_rows", &layout, &size, &bounds, &index_type,
+                          &start, &index_stride, &numel, &sequence))
+        return NULL;
+    uint64_t *addresses = numbers_of(sequence, &count);
+    if (addresses == NULL)
+        return NULL;
+    if (size * 2 != count * (Py_ssize_t)sizeof(struct GatherField)) {
+        PyMem_Free(addresses);
+        return PyErr_Format(PyExc_ValueError, "each buffer has two addresses");
+    }
+    /* A copy, because bytes need not lie as the structure must. */
+    struct GatherField *fields = PyMem_Malloc((size_t)size + 1);
+    if (fields == NULL) {
+        PyMem_Free(addresses);
+        return PyErr_NoMemory();
+    }
+    memcpy(fields, layout, (size_t)size);
+    const struct GatherCall call = {(const void *)(uintptr_t)start, numel, index_stride, index_type,
+                                    bounds, count / 2, fields, addresses, addresses + count / 2};
+    int refused = gather_unlocked(&call);
+    PyMem_Free(fields);
+    PyMem_Free(addresses);
+    return PyBool_FromLong(!refused);
+}
+
+static PyObject *use_threads(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    unsigned long long parallel, number, wanted;
+    if (!PyArg_ParseTuple(arguments, "KKK:use_threads", &parallel, &number, &wanted))
+        return NULL;
+    gather_cpu_threads((void (*)(void (*)(void *), void *, unsigned, unsigned))(uintptr_t)parallel,
+                       (int (*)(void))(uintptr_t)number, (int (*)(void))(uintptr_t)wanted);
+    Py_RETURN_NONE;
+}
 
 /* ---- module -------------------------------------------------------------------------------- */
 
@@ -892,6 +1007,12 @@ static PyMethodDef functions[] = {
      "read_tensors(type, offset, data_ptr, numel): read tensors of this type through two functions "
      "of torch's stable C interface, given by address; None calls the tensors' methods."},
     {"facts_of", facts_of, METH_O, "Address and number of elements of a tensor."},
+    {"gather_rows", gather_rows, METH_VARARGS,
+     "gather_rows(layout, bounds, index_type, indices, index_stride, count, addresses): copy rows "
+     "by gather_cpu.c; False, having written nothing, if an index is out of range in mode raise."},
+    {"use_threads", use_threads, METH_VARARGS,
+     "use_threads(parallel, number, wanted): addresses of OpenMP's start of a parallel region and "
+     "of its thread number, and of a function that says how many threads are wanted; 0: none."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -906,13 +1027,11 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__native(void)
 {
     static PyTypeObject *const types[] = {&Launch_type, &LaunchNew_type, &LaunchInto_type,
-                                          &Select_type};
+                                          &Copy_type};
     name_data_ptr = PyUnicode_InternFromString("data_ptr");
     name_numel = PyUnicode_InternFromString("numel");
-    name_view = PyUnicode_InternFromString("view");
-    zero = PyLong_FromLong(0);
     PyObject *module = PyModule_Create(&definition);
-    if (!name_data_ptr || !name_numel || !name_view || !zero)
+    if (!name_data_ptr || !name_numel)
         Py_CLEAR(module);
     for (size_t k = 0; module != NULL && k < sizeof types / sizeof *types; k++)
         if (PyModule_AddType(module, types[k]) < 0)

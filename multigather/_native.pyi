@@ -11,6 +11,17 @@ def read_tensors(
     type: type[torch.Tensor] | None, offset: int, data_ptr: int, numel: int, /
 ) -> None: ...
 def facts_of(tensor: torch.Tensor, /) -> tuple[int, int]: ...
+def gather_rows(
+    layout: bytes,
+    bounds: int,
+    index_type: int,
+    indices: int,
+    index_stride: int,
+    count: int,
+    addresses: Sequence[int],
+    /,
+) -> bool: ...
+def use_threads(parallel: int, number: int, wanted: int, /) -> None: ...
 
 class Launch:
     def __new__(
@@ -66,15 +77,19 @@ class LaunchInto:
         self, indices: Any, buffers: Sequence[Any], outs: Sequence[Any], /
     ) -> tuple[torch.Tensor, ...] | None: ...
 
-class Select:
+class Copy:
     def __new__(
         cls,
         check: Callable[..., bool],
-        operations: tuple[tuple[Callable[..., torch.Tensor], Any, torch.dtype], ...],
         buckets: set[int],
+        empty: Callable[..., torch.Tensor],
+        outputs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...],
+        layout: bytes,
+        bounds: int,
+        index_type: int,
         failed: Callable[..., tuple[torch.Tensor, ...] | None],
         addresses: Sequence[int] | None,
-    ) -> Select: ...
+    ) -> Copy: ...
     def __call__(
         self, indices: Any, buffers: Sequence[Any], /
     ) -> tuple[torch.Tensor, ...] | None: ...

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .backends._cupy import CudaBackend
+from .backends._native import NativeBackend
 from .backends._torch import TorchBackend
 from .backends._triton import TritonBackend
 from .backends.base import Backend, Config, Refusal
@@ -21,7 +22,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("multigather")
 
-BACKENDS: tuple[Backend, ...] = (CudaBackend(), TritonBackend(), TorchBackend())
+BACKENDS: tuple[Backend, ...] = (
+    CudaBackend(),
+    TritonBackend(),
+    NativeBackend(),
+    TorchBackend(),
+)
 
 
 def backend_named(name: str) -> Backend:

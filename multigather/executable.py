@@ -95,7 +95,7 @@ class Executable:
             )
             parts = []
             for pick in selection.picks:
-                self.by_address |= pick.backend.name != "torch"
+                self.by_address |= pick.backend.by_address
                 site = dataclasses.replace(self.site, numbers=pick.fields)
                 runner = pick.backend.prepare(request.subset(pick.fields), pick.config, site)
                 parts.append((runner, pick.fields))

@@ -1,8 +1,8 @@
 """The compiled extension `_native`, if this machine has it and it is wanted.
 
-It does in C what `shortcut` otherwise generates as Python, so nothing but the time of a repeated
-call depends on it. It is missing where the package was installed without a C compiler, and
-``MULTIGATHER_NATIVE=off`` leaves it alone.
+It does in C what `shortcut` otherwise generates as Python, and it gathers on a CPU, where otherwise
+torch's operations do; so nothing but times depend on it. It is missing where the package was
+installed without a C compiler, and ``MULTIGATHER_NATIVE=off`` leaves it alone.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+
+from .fork import in_child
 
 MODES = ("on", "off")
 
@@ -30,6 +33,7 @@ def _load() -> tuple[Any, str]:
         from . import _native
     except ImportError as error:
         return None, f"not used: {error}"
+    use_threads(_native)
     return _native, f"used, {'addresses' if read_tensors(_native) else 'methods'} of tensors"
 
 
@@ -64,6 +68,30 @@ def read_tensors(module: ModuleType) -> bool:
                 return True
             module.read_tensors(None, 0, 0, 0)
     return False
+
+
+def use_threads(module: ModuleType) -> None:
+    """Let the extension gather on torch's own CPU threads, as many as torch would use.
+
+    A second pool beside torch's would wait for work while torch's has some: idle threads of OpenMP
+    do so on a core for milliseconds. Torch's library leads to the OpenMP that it was linked to,
+    and through it GNU's entry points are found, which the other OpenMPs have too. Where one is
+    missing there is one thread.
+    """
+    names = ("GOMP_parallel", "omp_get_thread_num", "_ZN2at15get_num_threadsEv")
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        functions = [getattr(library, name) for name in names]
+    except (OSError, AttributeError):
+        return
+    module.use_threads(*(ctypes.cast(each, ctypes.c_void_p).value for each in functions))
+
+
+@in_child
+def _one_thread() -> None:
+    """The threads of the parent do not come along, and OpenMP would wait for them."""
+    if extension is not None:
+        extension.use_threads(0, 0, 0)
 
 
 extension, description = _load()

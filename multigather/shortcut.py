@@ -11,7 +11,8 @@ The class is private to torch. Where it is missing or behaves unexpectedly, ever
 long way, which is right too.
 
 What follows the guard exists twice, with the same checks in the same order: in the compiled
-extension `_native`, and as Python generated here for machines where that was not built.
+extension `_native`, and as Python generated here for machines where that was not built. On a CPU
+the extension gathers too (gather_cpu.c), and the generated code calls torch's operations.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 
 from . import faults, native
+from .backends._native import CopyRunner
 from .backends._torch import Operation, SelectRunner
 from .backends.base import KernelRunner
 from .executable import Executable
@@ -89,7 +91,8 @@ class Shortcut:
         if executable.on_cuda:
             repeated = native_launch if self._native else repeated_launch
             run = repeated(check, executable.request, self._launches, addresses)
-        self._operations: tuple[Operation, ...] = ()
+        # Layout of a compiled gather, or operations of torch: what the calls so far did.
+        self._way: bytes | tuple[Operation, ...] = ()
         self._buckets: set[int] = set()
         self.run = run or self._run
         if run is not None:
@@ -98,8 +101,8 @@ class Shortcut:
     def learn(self, count: int) -> None:
         """Take over the launch that a call with so many indices has made."""
         runner = self.executable.runners.get(bucket_of(count))
-        if isinstance(runner, SelectRunner):
-            self._learn_operations(runner, bucket_of(count))
+        if isinstance(runner, (CopyRunner, SelectRunner)):
+            self._learn_on_cpu(runner, bucket_of(count))
             return
         launch = runner.launch(count) if isinstance(runner, KernelRunner) else None
         if launch is not None:
@@ -111,16 +114,26 @@ class Shortcut:
                 else launch.facts
             )
 
-    def _learn_operations(self, runner: SelectRunner, bucket: int) -> None:
-        """Take over the torch operations of a call on a CPU, if all sizes use the same."""
-        operations = runner.operations()
-        if operations and not self._operations:
-            self._operations = operations
-            repeated = repeated_select if native.extension is None else native.extension.Select
-            self.run = repeated(
-                self.check, operations, self._buckets, self._failed, self._addresses
-            )
-        if operations != self._operations:
+    def _learn_on_cpu(self, runner: CopyRunner | SelectRunner, bucket: int) -> None:
+        """Take over what a call on a CPU did, if all sizes do the same."""
+        way = runner.layout if isinstance(runner, CopyRunner) else runner.operations()
+        if way and not self._way:
+            self._way = way
+            self.run = (
+                native_copy(
+                    self.check,
+                    self.executable.request,
+                    runner,
+                    self._buckets,
+                    self._run,
+                    self._addresses,
+                )
+                if isinstance(runner, CopyRunner)
+                else repeated_select(
+                    self.check, runner.operations(), self._buckets, self._failed, self._addresses
+                )
+            ) or self._run
+        if way != self._way:
             self.run = self._run
         self._buckets.add(bucket)
 
@@ -324,6 +337,44 @@ def repeated_select(
     return scope["run"]  # type: ignore[no-any-return]
 
 
+def native_copy(
+    check: Check,
+    request: Request,
+    runner: CopyRunner,
+    buckets: set[int],
+    failed: Run,
+    addresses: tuple[int, ...] | None = None,
+) -> Run | None:
+    """`Shortcut.run` for the native backend, compiled from the guard to the outputs.
+
+    Args:
+        check: guard for the layout of ``(indices, *buffers)``.
+        request: the gather.
+        runner: what gathers.
+        buckets: those numbers of indices, by `bucket_of`, that it gathers.
+        failed: raises for an index that is out of range.
+        addresses: of the buffers, if it is for buffers at these addresses only.
+
+    Returns:
+        The function, or None where torch has no fast allocation.
+    """
+    empty = fast_allocation("cpu")
+    if native.extension is None or empty is None:
+        return None
+    outputs = tuple((size[1:], strides, dtype) for size, strides, dtype in allocations(request, 0))
+    return native.extension.Copy(  # type: ignore[no-any-return]
+        check,
+        buckets,
+        empty,
+        outputs,
+        runner.layout,
+        runner.bounds,
+        runner.index_type,
+        failed,
+        addresses,
+    )
+
+
 def native_launches() -> bool:
     """Whether `_native` can launch here."""
     return native.extension is not None and driver_address() != 0
@@ -358,7 +409,7 @@ def native_launch(
     mask says, must be a value.
     """
     assert native.extension is not None
-    empty = fast_allocation()
+    empty = fast_allocation("cuda")
     if empty is None:
         return None
     device = request.device
@@ -398,7 +449,7 @@ def repeated_launch(
     Returns:
         The function, or None where torch has no fast allocation.
     """
-    empty = fast_allocation()
+    empty = fast_allocation("cuda")
     if empty is None:
         return None
     numbers = range(len(request.fields))

@@ -42,6 +42,7 @@ class Target:
 
 CPU_TARGETS = [
     Target("torch-cpu", "cpu", "torch"),
+    Target("native-cpu", "cpu", "native"),
     Target("triton-interpreter", "cpu", "triton"),
     Target("cuda-source-on-cpu", "cpu", "cupy"),
 ]
@@ -55,7 +56,9 @@ GPU_TARGETS = [
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give every test that asks for a target one run per target, of the module's kind."""
     if "target" in metafunc.fixturenames:
-        backends = getattr(metafunc.module, "TARGET_BACKENDS", ("torch", "triton", "cupy"))
+        backends = getattr(
+            metafunc.module, "TARGET_BACKENDS", ("torch", "native", "triton", "cupy")
+        )
         devices = getattr(metafunc.module, "TARGET_DEVICES", ("cpu", "cuda"))
         parameters = [
             pytest.param(

@@ -394,7 +394,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--backend", choices=["cupy", "triton", "torch"])
+    parser.add_argument("--backend", choices=["cupy", "triton", "native", "torch"])
     parser.add_argument("--processes", type=int, default=1, help="among which to share the cases")
     parser.add_argument("--case", help="a case that failed, in place of random ones")
     chosen = parser.parse_args()

@@ -293,7 +293,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--backend", choices=["cupy", "triton", "torch"])
+    parser.add_argument("--backend", choices=["cupy", "triton", "native", "torch"])
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     chosen = parser.parse_args()

@@ -28,7 +28,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import multigather
-from multigather import api, dispatch
+from multigather import api, dispatch, native
 from multigather.backends._cupy import CudaBackend
 from multigather.backends._torch import TorchBackend
 from multigather.backends._triton import TritonBackend
@@ -135,6 +135,13 @@ def places(tmp_path, monkeypatch):
     api.forget()
     yield found
     api.forget()
+
+
+@pytest.fixture(autouse=True)
+def without_the_extension():
+    """On a CPU the native backend has nothing to choose; the torch backend has."""
+    with native.without():
+        yield
 
 
 @pytest.fixture
@@ -1711,7 +1718,7 @@ def test_online_where_nothing_can_be_measured(places, benches, monkeypatch):
 
     monkeypatch.setattr(online, "Bench", failing)
     check_gather(backend="torch")
-    assert choice(backend="torch")["config"] == HEURISTIC
+    assert choice(backend="torch")["config"] == "elements=index_select"
     assert not places.user.exists()
 
 
@@ -2176,14 +2183,14 @@ def test_shipped_rules_are_sound():
         backends[rule.backend].config_from(rule.knobs)
         assert set(rule.when) <= set(rules.CONDITIONS)
         assert all(type(value) is int and value >= 0 for value in rule.when.values())
-    assert {rule.device for rule in found} == {"cuda", "any"}
+    assert {rule.device for rule in found} == {"cuda", "cpu", "any"}
 
 
 @pytest.mark.parametrize("count", [0, 1, 100, 10**5, 10**8])
 @pytest.mark.parametrize("row", [0, 1, 4096, 10**6])
 def test_shipped_rules_choose_for_every_gather(count, row):
     request = Request(CPU, False, torch.int64, count, "raise", (field(U8, row),))
-    assert next(iter(dispatch.heuristic(request))) == "torch"
+    assert list(dispatch.heuristic(request))[:2] == ["native", "torch"]
     on_gpu = dataclasses.replace(request, device=torch.device("cuda"))
     assert list(dispatch.heuristic(on_gpu)) == ["cupy", "triton", "torch"]
     elsewhere = dataclasses.replace(request, device=torch.device("meta"))

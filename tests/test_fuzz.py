@@ -16,7 +16,8 @@ import multigather
 # As many as take some seconds: compiling the CUDA source for the CPU and Triton's interpreter are
 # slow. `python tests/fuzz.py --cases 100000` runs more.
 CASES = {
-    "torch-cpu": 7000,
+    "torch-cpu": 3000,
+    "native-cpu": 4000,
     "triton-interpreter": 12,
     "cuda-source-on-cpu": 200,
     "torch-gpu": 300,

@@ -144,7 +144,7 @@ def test_triton_launches_what_the_driver_call_cannot(monkeypatch: pytest.MonkeyP
 @pytest.mark.skipif(not HAVE_GPU, reason="torch sees no CUDA device")
 def test_without_torchs_fast_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch has no fast allocation, repeated calls take the long way."""
-    monkeypatch.setattr(shortcut, "fast_allocation", lambda: None)
+    monkeypatch.setattr(shortcut, "fast_allocation", lambda device: None)
     gather_twice("cupy")
 
 

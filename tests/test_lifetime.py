@@ -14,7 +14,7 @@ import multigather
 from multigather import api
 
 needs_gpu = pytest.mark.skipif(not HAVE_GPU, reason="torch sees no CUDA device")
-CALLS = {"torch-cpu": 2000, "triton-interpreter": 10, "cuda-source-on-cpu": 500}
+CALLS = {"torch-cpu": 2000, "native-cpu": 2000, "triton-interpreter": 10, "cuda-source-on-cpu": 500}
 
 
 def test_buffers_freed_right_after_the_call(target: Target) -> None:

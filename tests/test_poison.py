@@ -37,6 +37,7 @@ LAYOUTS = (
 CHECKED = ("raise", "fill", "clip")
 COUNTS = {
     "torch-cpu": 1_000_000,
+    "native-cpu": 1_000_000,
     "triton-interpreter": 120,
     "cuda-source-on-cpu": 200_000,
     "torch-gpu": 1_000_000,
@@ -96,7 +97,7 @@ def gather_into(
 
     On a CPU the call raises before a kernel runs, so the kernels are called without the check.
     """
-    if target.device == "cuda" or target.backend == "torch" or bounds != "raise":
+    if target.device == "cuda" or target.backend in ("native", "torch") or bounds != "raise":
         try:
             multigather.gather(indices, *sources, out=outs, bounds=bounds, backend=target.backend)
             multigather.check()

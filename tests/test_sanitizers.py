@@ -1,8 +1,8 @@
 """Our C and CUDA code, run on the CPU under the address and undefined-behaviour sanitizers.
 
-The tests of the target ``cuda-source-on-cpu``, and those of repeated calls, run again, in processes
-of their own that have the sanitizers' runtime loaded before anything else; the kernel (cuda_host)
-and the extension are built with their checks.
+The tests of the targets ``cuda-source-on-cpu`` and ``native-cpu``, and those of repeated calls, run
+again, in processes of their own that have the sanitizers' runtime loaded before anything else; the
+kernel (cuda_host) and the extension are built with their checks.
 """
 
 from __future__ import annotations
@@ -107,43 +107,83 @@ def test_no_sanitizer_reports_anything(file: str, outcomes: dict[str, Future[Out
     assert int(suite.get("tests", 0)) - int(suite.get("skipped", 0)) >= FILES[file]
 
 
-# Puts an extension in the place of the installed one, then runs the tests.
-NATIVE = """
-import importlib.util
-import sys
-import pytest
-spec = importlib.util.spec_from_file_location("multigather._native", sys.argv[1])
-sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sys.modules[spec.name])
-sys.exit(pytest.main(sys.argv[2:]))
-"""
-
-
-def test_no_sanitizer_reports_anything_of_the_extension(tmp_path: Path) -> None:
-    """No access outside an object, no undefined behaviour, and no warning."""
-    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+@pytest.fixture(scope="module")
+def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The extension, built with the sanitizers' checks and without a warning."""
+    include = sysconfig.get_paths()["include"]
+    if not Path(include, "Python.h").exists():
         pytest.skip("Python.h is not here")
-    built = tmp_path / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    kernels = HERE.parent / "kernels"
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    built = tmp_path_factory.mktemp("extension") / f"_native{suffix}"
     command = [
         *("gcc", "-std=c11", "-shared", "-fPIC", "-g1", "-O1", "-Wall", "-Wextra", "-Werror"),
         *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
-        f"-I{sysconfig.get_paths()['include']}",
-        *(str(HERE.parent / "multigather" / "_native.c"), "-o", str(built)),
+        *(f"-I{include}", f"-I{kernels}"),
+        *(str(HERE.parent / "multigather" / "_native.c"), str(kernels / "gather_cpu.c")),
+        *("-o", str(built)),
     ]
     compiled = subprocess.run(command, capture_output=True, text=True, check=False)
     assert compiled.returncode == 0, compiled.stderr
+    return built
+
+
+# Puts the extension of a path in the place of the installed one.
+LOAD = """
+import importlib.util
+import sys
+spec = importlib.util.spec_from_file_location("multigather._native", sys.argv[1])
+sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules[spec.name])
+"""
+TESTS = """
+import pytest
+sys.exit(pytest.main(sys.argv[2:]))
+"""
+# Of repeated calls and of the native backend, but those of what the sanitizers would change.
+CHOSEN = "(native-cpu or test_native or (test_shortcut and native)) and not leaked"
+
+
+def test_no_sanitizer_reports_anything_of_the_extension(extension: Path, tmp_path: Path) -> None:
+    """No access outside an object, no undefined behaviour."""
     results = tmp_path / "results.xml"
     done = run(
-        *("-c", NATIVE, str(built), "-q", "-p", "no:cacheprovider", "--capture=sys"),
-        *("-k", "native and not leaked", f"--junitxml={results}", f"--basetemp={tmp_path / 'tmp'}"),
-        str(HERE / "test_shortcut.py"),
+        *("-c", LOAD + TESTS, str(extension), "-q", "-p", "no:cacheprovider", "--capture=sys"),
+        *("-k", CHOSEN, f"--junitxml={results}", f"--basetemp={tmp_path / 'tmp'}"),
+        *(str(HERE / file) for file in (*FILES, "test_shortcut.py", "test_native.py")),
     )
     assert "Sanitizer" not in done.stderr, done.stderr
     assert "runtime error" not in done.stderr, done.stderr
     assert done.returncode == 0, done.stdout + done.stderr
     (suite,) = ElementTree.parse(results).getroot().iter("testsuite")
-    assert suite.get("failures") == suite.get("errors") == suite.get("skipped") == "0"
-    assert int(suite.get("tests", 0)) > 90
+    assert suite.get("failures") == suite.get("errors") == "0"
+    assert int(suite.get("tests", 0)) - int(suite.get("skipped", 0)) > 600
+
+
+NATIVE = """
+import torch
+from multigather import gather
+buffer = torch.arange(4 * WIDTH, dtype=torch.uint8).view(4, WIDTH)
+for _ in range(3):
+    (row,) = gather(torch.tensor([VALUE]), buffer, bounds="unchecked", backend="native")
+assert row[0].tolist() == buffer[VALUE].tolist()
+print("done")
+"""
+
+
+@pytest.mark.parametrize(("good", "bad"), [(3, 4), (0, -1)], ids=["read-behind", "read-before"])
+@pytest.mark.parametrize("width", [16, 40], ids=["a load", "memcpy"])
+def test_sanitizers_would_report_the_extension(
+    extension: Path, good: int, bad: int, width: int
+) -> None:
+    script = LOAD + NATIVE.replace("WIDTH", str(width))
+    done = run("-c", script.replace("VALUE", str(good)), str(extension))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    done = run("-c", script.replace("VALUE", str(bad)), str(extension))
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert "heap-buffer-overflow" in done.stderr
+    assert "gather_cpu.c" in done.stderr
 
 
 # Scripts for Python; VALUE is replaced.

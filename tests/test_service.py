@@ -9,13 +9,18 @@ from conftest import Target
 
 import multigather
 
-SECONDS = {"torch-cpu": 2.0, "triton-interpreter": 3.0, "cuda-source-on-cpu": 2.0}
+SECONDS = {
+    "torch-cpu": 2.0,
+    "native-cpu": 2.0,
+    "triton-interpreter": 3.0,
+    "cuda-source-on-cpu": 2.0,
+}
 
 
 def test_good_and_bad_calls_of_many_threads(target: Target) -> None:
     """Every bad index is reported once and as what it is, and every other row is right."""
     # What stands in for a GPU has one program's state, or one fault board, for all threads.
-    threads = 8 if target.device == "cuda" or target.backend == "torch" else 1
+    threads = 8 if target.device == "cuda" or target.backend in ("native", "torch") else 1
     share = 0.3 if target.name == "triton-interpreter" else 0.04  # few calls, being slow
     seconds = SECONDS.get(target.name, 5.0)
     ledger = service.serve(seconds, target.device, target.backend, threads, share)

@@ -20,7 +20,7 @@ from conftest import HAVE_GPU
 from typer.testing import CliRunner
 
 import multigather
-from multigather import api, cli, dispatch
+from multigather import api, cli, dispatch, native
 from multigather.backends import _cupy, _torch, _triton
 from multigather.backends.base import Config
 from multigather.cache import shape, store
@@ -268,9 +268,9 @@ def entry_for(*measurements: Measurement, hosts: dict[str, float] | None = None)
     return decide.entry_of(key, measurements, hosts or {}, {"test": 1})
 
 
-INDEX_SELECT = Candidate(dispatch.BACKENDS[2], _torch.TorchConfig("index_select"))
-GATHER = Candidate(dispatch.BACKENDS[2], _torch.TorchConfig("gather"))
-TRITON = Candidate(dispatch.BACKENDS[1], _triton.TritonConfig(1024, 4, False))
+INDEX_SELECT = Candidate(dispatch.backend_named("torch"), _torch.TorchConfig("index_select"))
+GATHER = Candidate(dispatch.backend_named("torch"), _torch.TorchConfig("gather"))
+TRITON = Candidate(dispatch.backend_named("triton"), _triton.TritonConfig(1024, 4, False))
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ def test_tune_what_a_program_recorded(
     [
         (["tune", "--rows", "0"], 2, "--rows must be numbers of at least 1 by comma, got '0'"),
         (["tune", "--row-bytes", "4;8"], 2, "--row-bytes"),
-        (["tune", "--backends", "cuda"], 2, "no backend 'cuda', only cupy, triton, torch"),
+        (["tune", "--backends", "cuda"], 2, "no backend 'cuda', only cupy, triton, native, torch"),
         (["tune", "--budget", "soon"], 2, "--budget must be like 90s, 8m or 1h, got 'soon'"),
         (["tune", "--from-record", "/no/such/file"], 2, "/no/such/file"),
         (["tune", "--from-record", "x", "--rows", "4"], 2, "cannot be combined"),
@@ -603,6 +603,7 @@ def test_held_out_gathers_are_checked(folder: Path) -> None:
 
 def test_regret_is_that_of_the_choice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With real clocks: a choice that sleeps is found to be slow, and the other the best."""
+    monkeypatch.setattr(native, "extension", None)  # whose backend dispatch would choose
     request = small_request()
 
     def slow(self: Any, *arguments: Any) -> Any:

@@ -177,6 +177,7 @@ class CudaBackend:
 
     name: ClassVar[str] = "cupy"
     revision: ClassVar[int] = 2
+    by_address: ClassVar[bool] = True
 
     def version(self) -> str | None:
         """Version of CuPy, None if it is not installed."""

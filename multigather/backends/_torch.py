@@ -57,6 +57,7 @@ class TorchBackend:
 
     name: ClassVar[str] = "torch"
     revision: ClassVar[int] = 1
+    by_address: ClassVar[bool] = False
 
     def version(self) -> str | None:
         """Version of torch."""

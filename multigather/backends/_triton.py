@@ -72,6 +72,7 @@ class TritonBackend:
 
     name: ClassVar[str] = "triton"
     revision: ClassVar[int] = 1
+    by_address: ClassVar[bool] = True
 
     def version(self) -> str | None:
         """Version of Triton, None if it is not installed."""

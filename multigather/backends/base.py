@@ -80,6 +80,8 @@ class Backend(Protocol):
     # Raised by hand whenever a kernel changes so that what was measured for it no longer holds; a
     # test keeps it in step with the kernel's source.
     revision: ClassVar[int]
+    # Whether its runners rely on how the buffers' addresses are aligned.
+    by_address: ClassVar[bool]
 
     def unavailable(self) -> list[str]:
         """Reasons why this machine cannot use the backend at all; empty if it can."""

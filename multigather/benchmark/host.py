@@ -89,7 +89,7 @@ def _floor(plan: Plan, buffers: Buffers, indices: torch.Tensor) -> Ways:
     Raises:
         ValueError: this machine gathers in another way than by one launch into fast allocations.
     """
-    empty = fast_allocation()
+    empty = fast_allocation("cuda")
     known = plan._shortcuts.get(indices.dtype)
     runner = known.executable.runners[bucket_of(COUNT)] if known is not None else None
     launch = runner.launch(COUNT) if isinstance(runner, KernelRunner) else None

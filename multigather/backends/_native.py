@@ -1,0 +1,147 @@
+"""native backend: kernels/gather_cpu.c, compiled into the extension when the package is installed.
+
+One call copies the rows of all buffers, where torch needs an operation for each. It asks for rows
+before it needs them, so that cache misses overlap, checks the indices once for all buffers, and
+shares the work among torch's own CPU threads. It is there where the extension is.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from .. import native
+from ..bounds import raise_if_bad
+from ..request import BOUNDS, Request, Site
+from .base import (
+    Config,
+    Destination,
+    Refusal,
+    Runner,
+    config_of,
+    destinations_of,
+    empty_outputs,
+    new_destination,
+    row_refusals,
+)
+
+
+@dataclass(frozen=True)
+class NativeConfig(Config):
+    """Nothing can be chosen."""
+
+
+class NativeBackend:
+    """See the module's docstring; the methods are those of `base.Backend`."""
+
+    name: ClassVar[str] = "native"
+    revision: ClassVar[int] = 1
+    by_address: ClassVar[bool] = False
+
+    def version(self) -> str | None:
+        """Version of torch, whose threads and memory it uses; None without the extension."""
+        return torch.__version__ if native.extension is not None else None
+
+    def unavailable(self) -> list[str]:
+        """See `base.Backend.unavailable`."""
+        if native.extension is not None:
+            return []
+        return [f"the compiled extension is {native.description}"]
+
+    def why_not(self, request: Request) -> list[Refusal]:
+        """See `base.Backend.why_not`.
+
+        A call that refuses an index has written nothing, which a backend that has only some of the
+        buffers could not promise. So it takes all of them or none.
+        """
+        if request.device.type != "cpu":
+            return [Refusal(f"it runs on the CPU only, not on {request.device}")]
+        refusals = [Refusal(text) for text in self.unavailable()]
+        strided = row_refusals(request)
+        if strided:
+            refusals += [*strided, Refusal("it takes all buffers of a gather or none")]
+        return refusals
+
+    def space(self) -> list[Config]:
+        """See `base.Backend.space`."""
+        return [NativeConfig()]
+
+    def illegal(self, request: Request, config: Config) -> str | None:
+        """See `base.Backend.illegal`."""
+        return None
+
+    def variant(self, request: Request, config: Config) -> Hashable | None:
+        """See `base.Backend.variant`."""
+        return None
+
+    def config_from(self, knobs: dict[str, Any]) -> Config:
+        """See `base.Backend.config_from`."""
+        return config_of(NativeConfig, self.name, knobs)
+
+    def prepare(self, request: Request, config: Config, site: Site) -> Runner:
+        """See `base.Backend.prepare`."""
+        return CopyRunner(request, site)
+
+
+class CopyRunner:
+    """See `base.Runner`.
+
+    Attributes:
+        layout: struct GatherField of each buffer, for new outputs.
+        bounds: number of the mode.
+        index_type: of the indices, as gather_cpu.h has it.
+    """
+
+    def __init__(self, request: Request, site: Site) -> None:
+        assert native.extension is not None
+        self._gather_rows = native.extension.gather_rows
+        self._request, self._site = request, site
+        dtype = request.index_dtype
+        self.index_type = (dtype.itemsize.bit_length() - 1) + 4 * (not dtype.is_signed)
+        self.bounds = BOUNDS.index(request.bounds)
+        self.layout = self._layout([new_destination(field) for field in request.fields])
+
+    def _layout(self, destinations: Sequence[Destination]) -> bytes:
+        parts = [
+            struct.pack(
+                "=4q",
+                field.rows,
+                field.row_bytes,
+                field.row_stride_bytes,
+                destination.row_stride_bytes,
+            )
+            for field, destination in zip(self._request.fields, destinations, strict=True)
+        ]
+        return b"".join(parts)
+
+    def __call__(
+        self,
+        indices: torch.Tensor,
+        shape: torch.Size,
+        sources: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor] | None,
+    ) -> list[torch.Tensor]:
+        """See `base.Runner`."""
+        layout = self.layout
+        if outs is None:
+            outs = empty_outputs(self._request, shape)
+        else:
+            layout = self._layout(destinations_of(outs, len(shape)))
+        addresses = [tensor.data_ptr() for tensor in (*sources, *outs)]
+        done = self._gather_rows(
+            layout,
+            self.bounds,
+            self.index_type,
+            indices.data_ptr(),
+            indices.stride(0),
+            indices.shape[0],
+            addresses,
+        )
+        if not done:
+            raise_if_bad(indices, shape, self._request, self._site)
+            raise RuntimeError("an index was changed by another thread while it was used")
+        return list(outs)
