@@ -259,3 +259,24 @@ int gather_cpu(const struct GatherCall *call)
         copy_part(&work, 0, call->count);
     return 0;
 }
+
+int gather_cpu_launch(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                      unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
+                      void *stream, void **parameters, void **extra)
+{
+    (void)function, (void)grid_x, (void)grid_y, (void)grid_z, (void)block_x, (void)block_y;
+    (void)block_z, (void)shared_bytes, (void)stream, (void)extra;
+    const struct GatherBlock *block = parameters[0];
+    const struct GatherField *field = (const struct GatherField *)(block + 1);
+    const uint64_t *addresses = (const uint64_t *)(field + block->fields);
+    const struct GatherCall call = {(const void *)(uintptr_t)block->indices,
+                                    block->count,
+                                    block->index_stride,
+                                    (int)block->index_type,
+                                    (int)block->bounds,
+                                    block->fields,
+                                    field,
+                                    addresses,
+                                    addresses + block->fields};
+    return gather_cpu(&call);
+}

@@ -31,6 +31,18 @@ struct GatherCall {
    then. */
 int gather_cpu(const struct GatherCall *call);
 
+/* A call in one block of memory, as a launch keeps it: this, then `fields` structures, then as many
+   addresses of buffers, then as many of outputs. */
+struct GatherBlock {
+    uint64_t indices;
+    int64_t count, index_stride, index_type, bounds, fields;
+};
+
+/* As the CUDA driver's cuLaunchKernel, whose signature it has: gathers by the block that is the only
+   parameter, at once, and looks at nothing else. Returns what `gather_cpu` returns. */
+int gather_cpu_launch(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                      void *, void **parameters, void **);
+
 /* Use threads: OpenMP's GOMP_parallel and omp_get_thread_num, and a function that says how many
    threads are wanted now. Until then, and if one is NULL, there is one thread. */
 void gather_cpu_threads(void (*parallel)(void (*)(void *), void *, unsigned, unsigned),

@@ -579,7 +579,7 @@ static PyTypeObject LaunchNew_type = {
 typedef struct {
     PyObject_HEAD
     vectorcallfunc call;
-    PyObject *check, *launch, *current_device, *raise, *elsewhere;
+    PyObject *check, *launch, *current_device, *raise, *elsewhere, *written;
     const volatile uint64_t *board;
     long device;
     Py_ssize_t count, extent_count;
@@ -612,6 +612,19 @@ static int into_block(const LaunchInto *self, PyObject *const *tensors, Memory *
     return 1;
 }
 
+/* The outputs of guarded tensors, once autograd knows that they were written. */
+static PyObject *written_outs(const LaunchInto *self, PyObject *tensors)
+{
+    PyObject *outs = PyTuple_GetSlice(tensors, 1 + self->count, 1 + 2 * self->count);
+    if (outs == NULL)
+        return NULL;
+    PyObject *nothing = PyObject_CallOneArg(self->written, outs);
+    if (nothing == NULL)
+        Py_CLEAR(outs);
+    Py_XDECREF(nothing);
+    return outs;
+}
+
 static PyObject *LaunchInto_call(PyObject *object, PyObject *const *arguments, size_t flags,
                                  PyObject *names)
 {
@@ -630,7 +643,7 @@ static PyObject *LaunchInto_call(PyObject *object, PyObject *const *arguments, s
         if (here == 0)
             outs = PyObject_Vectorcall(self->elsewhere, arguments, 3, NULL);
         else if (here == 1 && launch_now((Launch *)self->launch, &memory) == 0)
-            outs = PyTuple_GetSlice(tensors, 1 + self->count, 1 + 2 * self->count);
+            outs = written_outs(self, tensors);
     }
     PyMem_Free(memory.heap);
     Py_XDECREF(tensors);
@@ -646,6 +659,7 @@ static int LaunchInto_traverse(LaunchInto *self, visitproc visit, void *arg)
     Py_VISIT(self->current_device);
     Py_VISIT(self->raise);
     Py_VISIT(self->elsewhere);
+    Py_VISIT(self->written);
     return 0;
 }
 
@@ -657,6 +671,7 @@ static void LaunchInto_dealloc(LaunchInto *self)
     Py_XDECREF(self->current_device);
     Py_XDECREF(self->raise);
     Py_XDECREF(self->elsewhere);
+    Py_XDECREF(self->written);
     PyMem_Free(self->addresses);
     PyMem_Free(self->extents);
     PyMem_Free(self->places);
@@ -667,15 +682,16 @@ static PyObject *LaunchInto_new(PyTypeObject *type, PyObject *arguments, PyObjec
 {
     static char *names[] = {"check",  "launch",        "current_device", "device",    "board",
                             "raise_pending", "elsewhere", "numel",       "index_bytes",
-                            "addresses",     "extents",   "places",      NULL};
+                            "addresses",     "extents",   "places",      "written", NULL};
     PyObject *check, *launch, *current_device, *raise, *elsewhere, *addresses, *extents, *places;
+    PyObject *written;
     unsigned long long board;
     long long numel, index_bytes;
     long device;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!OlKOOLLOOO:LaunchInto", names, &check,
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!OlKOOLLOOOO:LaunchInto", names, &check,
                                      &Launch_type, &launch, &current_device, &device, &board,
                                      &raise, &elsewhere, &numel, &index_bytes, &addresses, &extents,
-                                     &places))
+                                     &places, &written))
         return NULL;
     LaunchInto *self = (LaunchInto *)type->tp_alloc(type, 0);
     if (self == NULL)
@@ -686,6 +702,7 @@ static PyObject *LaunchInto_new(PyTypeObject *type, PyObject *arguments, PyObjec
     self->current_device = Py_NewRef(current_device);
     self->raise = Py_NewRef(raise);
     self->elsewhere = Py_NewRef(elsewhere);
+    self->written = Py_NewRef(written);
     self->board = (const volatile uint64_t *)(uintptr_t)board;
     self->device = device;
     self->numel = numel;
@@ -1036,5 +1053,9 @@ PyMODINIT_FUNC PyInit__native(void)
     for (size_t k = 0; module != NULL && k < sizeof types / sizeof *types; k++)
         if (PyModule_AddType(module, types[k]) < 0)
             Py_CLEAR(module);
+    PyObject *driver = PyLong_FromVoidPtr((void *)(uintptr_t)gather_cpu_launch);
+    if (module != NULL && (driver == NULL || PyModule_AddObjectRef(module, "cpu_driver", driver) < 0))
+        Py_CLEAR(module);
+    Py_XDECREF(driver);
     return module;
 }

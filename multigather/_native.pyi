@@ -7,6 +7,8 @@ import torch
 
 Tensors = Sequence[torch.Tensor]
 
+cpu_driver: int  # address of gather_cpu_launch
+
 def read_tensors(
     type: type[torch.Tensor] | None, offset: int, data_ptr: int, numel: int, /
 ) -> None: ...
@@ -72,6 +74,7 @@ class LaunchInto:
         addresses: Sequence[int],
         extents: Sequence[int],
         places: Sequence[int],
+        written: Callable[[tuple[torch.Tensor, ...]], None],
     ) -> LaunchInto: ...
     def __call__(
         self, indices: Any, buffers: Sequence[Any], outs: Sequence[Any], /

@@ -17,7 +17,7 @@ from .cache import store
 from .executable import Executable
 from .fork import Lock
 from .operator import gather_operator
-from .outputs import check_outputs
+from .outputs import check_outputs, mark_written
 from .request import BOUNDS, INDEX_DTYPES, Request, field_of
 from .shortcut import OutShortcut, Shortcut, guard
 
@@ -99,6 +99,8 @@ def gather(
             shortcut = None
         if shortcut is not None:
             results = shortcut.run(indices, bufs)
+            if results is None and shortcut.flattened:
+                results = shortcut.run_flattened(indices, bufs)
             if results is not None:
                 return results
     results, executable = gather_checked(indices, bufs, out, bounds, backend)
@@ -197,6 +199,8 @@ def gather_checked(
         results = list(Gather.apply(run, indices, bounds, *tensors))  # type: ignore[no-untyped-call]
     else:
         results = run(tensors)
+        if outs is not None:
+            mark_written(tuple(outs))
     if request.host_memory:
         _announce_reads(tensors, request.device)
     if request.device.type == "cuda" and faults.synchronous and bounds == "raise":
@@ -292,7 +296,7 @@ def _remember(
     # One per executable, whatever the tensors: a program that makes new views for every call finds
     # it here again, and does not pay for a guard and generated code each time.
     shortcut = executable.shortcut
-    if shortcut is None or not shortcut.check(indices, *bufs):
+    if shortcut is None or not shortcut.knows(indices, bufs):
         check = guard(indices, bufs)
         if check is None:
             return
@@ -302,7 +306,7 @@ def _remember(
             if len(_shortcuts) >= KEPT_EXECUTABLES:
                 _shortcuts.clear()
             _shortcuts[key] = shortcut
-    shortcut.learn(indices.numel())
+    shortcut.learn(indices)
 
 
 def _remember_outputs(

@@ -72,6 +72,8 @@ class Plan:
             results = shortcut.run(indices, self._tensors) if shortcut is not None else None
             if results is None:
                 results = self._run_another(indices)
+            if results is None and self._latest is not None and self._latest.flattened:
+                results = self._latest.run_flattened(indices, self._tensors)
             if results is not None:
                 if self._flat:
                     return results
@@ -116,14 +118,14 @@ class Plan:
 
     def _learn(self, indices: torch.Tensor, executable: Any) -> None:
         shortcut = self._shortcuts.get(indices.dtype)
-        if shortcut is None or not shortcut.check(indices, *self._tensors):
+        if shortcut is None or not shortcut.knows(indices, self._tensors):
             check = guard(indices, self._tensors)
             if check is None:
                 return
             addresses = tuple(tensor.data_ptr() for tensor in self._tensors)
             shortcut = Shortcut(check, executable, addresses)
             self._shortcuts[indices.dtype] = self._latest = shortcut
-        shortcut.learn(indices.numel())
+        shortcut.learn(indices)
 
 
 def plan(*bufs: Any, bounds: str = "raise", backend: str | None = None) -> Plan:

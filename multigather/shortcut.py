@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from . import faults, native
-from .backends._native import CopyRunner
+from .backends._native import CopyLaunch, CopyRunner
 from .backends._torch import Operation, SelectRunner
 from .backends.base import KernelRunner
 from .executable import Executable
@@ -38,7 +38,7 @@ from .launch import (
     fast_allocation,
     launch_function,
 )
-from .outputs import extent
+from .outputs import extent, mark_written
 from .request import Request, bucket_of
 
 try:
@@ -95,11 +95,16 @@ class Shortcut:
         self._way: bytes | tuple[Operation, ...] = ()
         self._buckets: set[int] = set()
         self.run = run or self._run
+        # Whether a call had indices of another number of dimensions than one. Calls that `run`
+        # does not know are looked at once more then.
+        self.flattened = False
         if run is not None:
             _launching.add(self)
 
-    def learn(self, count: int) -> None:
+    def learn(self, indices: torch.Tensor) -> None:
         """Take over the launch that a call with so many indices has made."""
+        count = indices.numel()
+        self.flattened |= indices.dim() != 1
         runner = self.executable.runners.get(bucket_of(count))
         if isinstance(runner, (CopyRunner, SelectRunner)):
             self._learn_on_cpu(runner, bucket_of(count))
@@ -113,6 +118,33 @@ class Shortcut:
                 if self._native
                 else launch.facts
             )
+
+    def knows(self, indices: torch.Tensor, buffers: Sequence[torch.Tensor]) -> bool:
+        """Whether the guard lets these tensors pass, contiguous indices of any shape among them."""
+        flat = indices.view(-1) if indices.is_contiguous() else indices
+        return self.check(flat, *buffers)
+
+    def run_flattened(
+        self, indices: Any, buffers: Sequence[Any]
+    ) -> tuple[torch.Tensor, ...] | None:
+        """`run` for contiguous indices of any number of dimensions."""
+        if not isinstance(indices, torch.Tensor) or not indices.is_contiguous():
+            return None
+        shape = indices.shape
+        try:
+            results = self.run(indices.view(-1), buffers)
+        except IndexError:
+            if self.executable.on_cuda:
+                raise  # an earlier call's, told once
+            return None  # the long way names the position in this shape
+        if results is None:
+            return None
+        fields = self.executable.request.fields
+        # Adding sizes of torch takes as long as the view itself.
+        return tuple(
+            result.view((*shape, *field.row_shape))
+            for result, field in zip(results, fields, strict=True)
+        )
 
     def _learn_on_cpu(self, runner: CopyRunner | SelectRunner, bucket: int) -> None:
         """Take over what a call on a CPU did, if all sizes do the same."""
@@ -198,21 +230,22 @@ class OutShortcut:
         outs: Sequence[torch.Tensor],
         executable: Executable,
     ) -> None:
-        self._check = guard(indices, (*buffers, *outs))
+        self._check = guard(indices, (*buffers, *outs)) if indices.dim() == 1 else None
         self._executable = executable
         self._count = indices.numel()
         self._addresses = [tensor.data_ptr() for tensor in (*buffers, *outs)]
         self._extents = [extent(out) for out in outs if out.numel()]
         runner = executable.runners.get(bucket_of(self._count))
         self._runner = runner
-        self._launch: Launch | None = None
-        if isinstance(runner, KernelRunner):
+        self._launch: Launch | CopyLaunch | None = None
+        if isinstance(runner, (KernelRunner, CopyRunner)):
             self._launch = runner.launch_into(self._count, outs)
             if self._launch is None:
                 self._runner = None
         self._order = KernelRunner.order(executable.request)
         self.run: RunInto = self._run
-        if self._check is not None and self._launch is not None and native_launches():
+        compiled = native_launches() if executable.on_cuda else native.extension is not None
+        if self._check is not None and self._launch is not None and compiled:
             self.run = self._native_run(indices.itemsize)
             _launching.add(self)
 
@@ -224,8 +257,8 @@ class OutShortcut:
         return native.extension.LaunchInto(  # type: ignore[no-any-return]
             self._check,
             self._launch.native,
-            current_device,
-            device.index,
+            current_device if device.type == "cuda" else int,  # 0, the only CPU
+            device.index or 0,
             faults.board_of(device).address,
             functools.partial(faults.raise_pending, device),
             self._run,
@@ -234,6 +267,7 @@ class OutShortcut:
             self._addresses,
             [address for extent in self._extents for address in extent],
             places_of(self._executable.request),
+            mark_written,
         )
 
     def _run(
@@ -267,6 +301,7 @@ class OutShortcut:
             self._launch(pointers)
         elif self._count:
             self._runner(indices, indices.shape, buffers, outs)
+        mark_written(tuple(outs))
         return tuple(outs)
 
 
@@ -274,9 +309,12 @@ def guard(indices: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Check | Non
     """A check that other tensors are laid out as these, or None if there can be no such check.
 
     The check takes ``(indices, *tensors)``. The number of indices may differ; they must be one
-    contiguous dimension.
+    contiguous dimension; a guard for more dimensions is one for them flattened.
     """
-    if TensorGuards is None or indices.dim() != 1 or indices.stride(0) != 1:
+    if TensorGuards is None or not indices.is_contiguous():
+        return None
+    indices = indices.view(-1)
+    if indices.stride(0) != 1:
         return None
     if any(type(tensor) is not torch.Tensor for tensor in (indices, *tensors)):
         return None

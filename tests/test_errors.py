@@ -410,6 +410,28 @@ def test_output_that_gradients_or_lazy_bits_hang_on(call: Call) -> None:
         assert_gathered(call()[0], call.indices, buffer)
 
 
+@pytest.mark.parametrize("way", ["gather", "plan"])
+def test_output_that_a_backward_needs(target: Target, way: str) -> None:
+    """Autograd refuses a backward whose saved tensors were written since; it is told of ours."""
+    api.forget()
+    buffer, indices = (
+        torch.rand(5, 3, device=target.device),
+        torch.tensor([4, 0], device=target.device),
+    )
+    out = torch.ones(2, 3, device=target.device)
+    plan = multigather.plan(buffer, backend=target.backend)
+    for _ in range(4):  # the first ways of a call and the repeated ones
+        weights = torch.ones(2, 3, device=target.device, requires_grad=True)
+        (weights * out).sum().backward()
+        loss = (weights * out).sum()
+        if way == "plan":
+            plan(indices, out=(out,))
+        else:
+            multigather.gather(indices, buffer, out=(out,), backend=target.backend)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def test_output_that_shares_memory_with_a_buffer(call: Call) -> None:
     """ValueError for rows, shifted rows and other types' views of a buffer's memory."""
     first = call.bufs[0]

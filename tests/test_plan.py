@@ -129,6 +129,38 @@ def test_other_alignment_under_the_same_layout(target: Target) -> None:
             assert_gathered(output, indices, source)
 
 
+@pytest.mark.parametrize("through", ["gather", "plan"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
+def test_repeated_calls_with_indices_of_any_shape(
+    target: Target, through: str, dtype: torch.dtype
+) -> None:
+    """Again and again, mixed, and with a bad index among them."""
+    sources = buffers(target)
+    plan = multigather.plan(*sources, backend=target.backend)
+
+    def rows(indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if through == "plan":
+            return plan(indices)
+        return multigather.gather(indices, *sources, backend=target.backend)
+
+    values = torch.arange(24, device=target.device).to(dtype)
+    shapes = ((2, 3, 4), (24,), (24, 1), (), (6, 4), (0, 3), (2, 3, 4))
+    for _ in range(3):
+        for shape in shapes:
+            indices = values[: torch.Size(shape).numel()].view(shape)
+            for each in (indices, indices.t() if len(shape) == 2 else indices):
+                for result, source in zip(rows(each), sources, strict=True):
+                    assert_gathered(result, each, source)
+                    assert result.is_contiguous()
+    bad = values.view(6, 4).clone()
+    bad[4, 1] = 99
+    with pytest.raises(IndexError, match=r"\[(4, 1|17)\] is 99, out of range for bufs\[0\]"):
+        rows(bad)
+        multigather.check()
+    for result, source in zip(rows(values.view(6, 4)), sources, strict=True):
+        assert_gathered(result, values.view(6, 4), source)
+
+
 def test_plan_is_refused_when_it_is_made(target: Target) -> None:
     """Bad buffers and options are refused before the first call."""
     (source, *_) = buffers(target)

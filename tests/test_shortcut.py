@@ -179,7 +179,7 @@ class Made:
         for count in counts:
             self.executable.runners[bucket_of(count)] = self.runner
             self.runner.compile(count)
-            self.shortcut.learn(count)
+            self.shortcut.learn(self.indices[:1].expand(count))
         self.run = self.shortcut.run
 
     def into(self, outs: Sequence[torch.Tensor]) -> shortcut.OutShortcut:
@@ -476,7 +476,7 @@ def test_the_cuda_kernel_through_a_repeated_launch(
     for count in (1, 4, 30):
         executable.runners[bucket_of(count)] = runner
         runner.compile(count)
-        known.learn(count)
+        known.learn(torch.empty(count))
     failures: list[BaseException] = []
 
     def gather(seed: int) -> None:
@@ -615,7 +615,7 @@ def test_numbers_of_indices_on_a_cpu(way: str) -> None:
     for count in (0, 5, 90):
         indices = torch.zeros(count, dtype=torch.int64)
         executable(indices, indices.shape, (buffer,), None)
-        known.learn(count)
+        known.learn(torch.empty(count))
     for count in range(200):
         results = known.run(torch.zeros(count, dtype=torch.int64), (buffer,))
         assert (results is not None) == (bucket_of(count) in {bucket_of(k) for k in (0, 5, 90)})
@@ -666,7 +666,7 @@ def test_the_extension_refuses_what_it_could_not_use() -> None:
     into: dict[str, Any] = {
         "check": abs, "launch": prepared, "current_device": abs, "device": 0, "board": 0,
         "raise_pending": abs, "elsewhere": abs, "numel": 1, "index_bytes": 8, "addresses": (0, 0),
-        "extents": (), "places": (0,),
+        "extents": (), "places": (0,), "written": abs,
     }  # fmt: skip
     extension.LaunchInto(**into)
     for wrong in (

@@ -7,10 +7,12 @@ shares the work among torch's own CPU threads. It is there where the extension i
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import struct
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -20,6 +22,7 @@ from ..request import BOUNDS, Request, Site
 from .base import (
     Config,
     Destination,
+    KernelRunner,
     Refusal,
     Runner,
     config_of,
@@ -98,7 +101,7 @@ class CopyRunner:
 
     def __init__(self, request: Request, site: Site) -> None:
         assert native.extension is not None
-        self._gather_rows = native.extension.gather_rows
+        self._gather_rows: Callable[..., bool] = native.extension.gather_rows
         self._request, self._site = request, site
         dtype = request.index_dtype
         self.index_type = (dtype.itemsize.bit_length() - 1) + 4 * (not dtype.is_signed)
@@ -132,16 +135,77 @@ class CopyRunner:
         else:
             layout = self._layout(destinations_of(outs, len(shape)))
         addresses = [tensor.data_ptr() for tensor in (*sources, *outs)]
-        done = self._gather_rows(
-            layout,
-            self.bounds,
-            self.index_type,
-            indices.data_ptr(),
-            indices.stride(0),
-            indices.shape[0],
-            addresses,
-        )
-        if not done:
-            raise_if_bad(indices, shape, self._request, self._site)
-            raise RuntimeError("an index was changed by another thread while it was used")
+        start, stride, count = indices.data_ptr(), indices.stride(0), indices.shape[0]
+        if not self.gather_rows(layout, start, stride, count, addresses):
+            self.refuse(indices, shape)
         return list(outs)
+
+    def gather_rows(
+        self, layout: bytes, indices: int, stride: int, count: int, addresses: list[int]
+    ) -> bool:
+        """Gather from and to these addresses; False if an index is out of range in mode raise."""
+        return self._gather_rows(
+            layout, self.bounds, self.index_type, indices, stride, count, addresses
+        )
+
+    def launch_into(self, count: int, outs: Sequence[torch.Tensor]) -> CopyLaunch:
+        """The launch of a call with so many contiguous 1-d indices into these outputs."""
+        layout = self._layout(destinations_of(outs, 1))
+        return CopyLaunch(self, self._request, layout, count)
+
+    def refuse(self, indices: torch.Tensor, shape: torch.Size) -> NoReturn:
+        """Raise `IndexError` for indices that were found to be bad."""
+        raise_if_bad(indices, shape, self._request, self._site)
+        raise RuntimeError("an index was changed by another thread while it was used")
+
+
+class CopyLaunch:
+    """As `launch.Launch`: a gather of which only the addresses are still open.
+
+    Args:
+        runner: whose call it is.
+        request: the gather.
+        layout: struct GatherField of each buffer.
+        count: number of indices.
+    """
+
+    def __init__(self, runner: CopyRunner, request: Request, layout: bytes, count: int) -> None:
+        self._runner, self._request, self._layout, self._count = runner, request, layout, count
+        self._order = KernelRunner.order(request)
+
+    def __call__(self, addresses: Sequence[int]) -> None:
+        """Gather; ``addresses`` as `launch.Launch` takes them."""
+        indices, *pairs = addresses
+        number_of = [self._order.index(number) for number in range(len(self._order))]
+        sources = [pairs[2 * number] for number in number_of]
+        outs = [pairs[2 * number + 1] for number in number_of]
+        if not self._runner.gather_rows(self._layout, indices, 1, self._count, [*sources, *outs]):
+            dtype = self._request.index_dtype
+            memory = (ctypes.c_char * (self._count * dtype.itemsize)).from_address(indices)
+            self._runner.refuse(torch.frombuffer(memory, dtype=dtype), torch.Size([self._count]))
+
+    @functools.cached_property
+    def native(self) -> Any:
+        """The same for `_native`: struct GatherBlock of gather_cpu.h, its addresses still 0."""
+        assert native.extension is not None
+        fields = len(self._order)
+        header = struct.pack(
+            "=6q", 0, self._count, 1, self._runner.index_type, self._runner.bounds, fields
+        )
+        sources = len(header) + len(self._layout)
+        places = [0]
+        for number in self._order:
+            places += (sources + 8 * number, sources + 8 * (fields + number))
+        return native.extension.Launch(
+            native.extension.cpu_driver,
+            0,
+            1,
+            1,
+            0,
+            0,
+            int,  # the stream, which is none
+            header + self._layout + bytes(16 * fields),
+            places,
+            (0,),
+            self,
+        )
