@@ -143,22 +143,24 @@ def test_repeated_calls_with_indices_of_any_shape(
             return plan(indices)
         return multigather.gather(indices, *sources, backend=target.backend)
 
-    values = torch.arange(24, device=target.device).to(dtype)
-    shapes = ((2, 3, 4), (24,), (24, 1), (), (6, 4), (0, 3), (2, 3, 4))
-    for _ in range(3):
+    if target.name == "triton-interpreter" and dtype != torch.int64:
+        pytest.skip("Triton's interpreter takes a minute")
+    values = torch.arange(6, device=target.device).to(dtype)
+    shapes = ((1, 2, 3), (6,), (6, 1), (), (3, 2), (0, 3), (1, 2, 3))
+    for _ in range(1 if target.name == "triton-interpreter" else 3):
         for shape in shapes:
             indices = values[: torch.Size(shape).numel()].view(shape)
             for each in (indices, indices.t() if len(shape) == 2 else indices):
                 for result, source in zip(rows(each), sources, strict=True):
                     assert_gathered(result, each, source)
                     assert result.is_contiguous()
-    bad = values.view(6, 4).clone()
-    bad[4, 1] = 99
-    with pytest.raises(IndexError, match=r"\[(4, 1|17)\] is 99, out of range for bufs\[0\]"):
+    bad = values.view(3, 2).clone()
+    bad[2, 0] = 99
+    with pytest.raises(IndexError, match=r"\[(2, 0|4)\] is 99, out of range for bufs\[0\]"):
         rows(bad)
         multigather.check()
-    for result, source in zip(rows(values.view(6, 4)), sources, strict=True):
-        assert_gathered(result, values.view(6, 4), source)
+    for result, source in zip(rows(values.view(3, 2)), sources, strict=True):
+        assert_gathered(result, values.view(3, 2), source)
 
 
 def test_plan_is_refused_when_it_is_made(target: Target) -> None:
