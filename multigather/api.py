@@ -63,7 +63,8 @@ def gather(
             count from the end. "fill": a row of zero bytes, also for every negative index.
             "clip": the nearest valid row, 0 for every negative index. "unchecked": the caller
             promises ``0 <= index < rows``.
-        backend: "cupy", "triton" or "torch" to insist on one; None lets the dispatcher choose.
+        backend: "cupy", "triton", "native" or "torch" to insist on one; None lets the dispatcher
+            choose.
 
     Returns:
         A tuple with one item per argument, in the argument's structure. For a tensor a contiguous

@@ -76,7 +76,7 @@ class Soak:
 
     def __init__(self, chosen: argparse.Namespace, environment: dict[str, str]) -> None:
         self.chosen, self.environment = chosen, environment
-        self.backends = BACKENDS if chosen.device == "cuda" else ("torch",)
+        self.backends = BACKENDS if chosen.device == "cuda" else ("native", "torch")
         self.seconds = 0.0  # that the last command took
 
     def run(self, *command: str, **more: str) -> tuple[int, str]:
