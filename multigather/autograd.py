@@ -46,8 +46,9 @@ class Gather(torch.autograd.Function):
         remember(ctx, indices, bounds, backend, buffers)
         ctx.set_materialize_grads(False)
         outputs = run([buffer.detach() for buffer in buffers])
+        # As with b[indices], the rows of a buffer that requires no gradient require none.
         ctx.mark_non_differentiable(
-            *(out for out in outputs if not (out.is_floating_point() or out.is_complex()))
+            *(out for out, want in zip(outputs, ctx.needs_input_grad[4:], strict=True) if not want)
         )
         return tuple(outputs)
 
@@ -66,21 +67,20 @@ class ScatterAdd(torch.autograd.Function):
         kernel: CudaBackend,
         indices: torch.Tensor,
         bounds: str,
-        backend: str | None,
         shapes: Sequence[torch.Size],
         *gradients: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """See `add_by_kernel`, which it calls without a graph."""
         ctx.save_for_backward(indices)
-        ctx.bounds, ctx.backend = bounds, backend
+        ctx.bounds = bounds
         ctx.set_materialize_grads(False)
-        return tuple(add_by_kernel(kernel, indices, bounds, backend, shapes, gradients))
+        return tuple(add_by_kernel(kernel, indices, bounds, shapes, gradients))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Gather the rows of the gradients of the sums."""
         (indices,) = ctx.saved_tensors
-        return (None,) * 5 + gather_again(indices, ctx.bounds, ctx.backend, gradients)
+        return (None, None, None, None, *gather_again(indices, ctx.bounds, gradients))
 
 
 def remember(
@@ -127,7 +127,7 @@ def gradients_of(
     if kernel is not None:
         some = {n: each for n, each in found.items() if _scatter_add.supported(each, ctx.shapes[n])}
         shapes = [ctx.shapes[number] for number in some]
-        sums = add_by_kernel(kernel, indices, ctx.bounds, ctx.backend, shapes, list(some.values()))
+        sums = add_by_kernel(kernel, indices, ctx.bounds, shapes, list(some.values()))
         for number, total in zip(some, sums, strict=True):
             results[number] = total
     rest = {n: each for n, each in found.items() if results[n] is None}
@@ -174,7 +174,7 @@ def is_plain(*tensors: torch.Tensor) -> bool:
             type(tensor) in (torch.Tensor, torch.nn.Parameter)
             and tensor.layout is torch.strided
             and tensor.device.type in ("cpu", "cuda")
-            and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+            and torch._C._has_storage(tensor)
             for tensor in tensors
         )
     )
@@ -184,13 +184,12 @@ def add_by_kernel(
     kernel: CudaBackend,
     indices: torch.Tensor,
     bounds: str,
-    backend: str | None,
     shapes: Sequence[torch.Size],
     gradients: Sequence[torch.Tensor],
 ) -> Sequence[torch.Tensor]:
     """The sums of buffers of these shapes, in one launch, as a node of the graph if one is made."""
     if torch.is_grad_enabled() and any(gradient.requires_grad for gradient in gradients):
-        arguments = (kernel, indices, bounds, backend, shapes, *gradients)
+        arguments = (kernel, indices, bounds, shapes, *gradients)
         return ScatterAdd.apply(*arguments)  # type: ignore[no-untyped-call,no-any-return]
     sums = [gradient.new_zeros(shape) for shape, gradient in zip(shapes, gradients, strict=True)]
     _scatter_add.scatter_add(kernel, indices, bounds, gradients, sums)
@@ -223,43 +222,46 @@ def add_by_torch(
             resolved[key] = rows, bad
         rows, bad = resolved[key]
         gradient = gradient.reshape(flat.shape[0], *shape[1:])
-        if gradient.dtype.itemsize == 1:
-            # 8-bit floats have no index_add, but the gradient of b[indices] adds them.
-            if bad is not None:
-                rows, gradient = rows[~bad], gradient[~bad]
-            total.index_put_((rows,), gradient, accumulate=True)
-            continue
         if bad is not None:
-            gradient = gradient.masked_fill(bad.view(-1, *[1] * (len(shape) - 1)), 0)
-        total.index_add_(0, rows, gradient)
+            none = bad.view(-1, *[1] * (len(shape) - 1))
+            gradient = torch.where(none, 0, gradient)
+        if gradient.dtype.itemsize == 1:
+            # The 8-bit floats have no index_add; this is the gradient of b[indices].
+            total.index_put_((rows,), gradient, accumulate=True)
+        else:
+            total.index_add_(0, rows, gradient)
     return sums
 
 
 def gather_again(
-    indices: torch.Tensor,
-    bounds: str,
-    backend: str | None,
-    buffers: Sequence[torch.Tensor | None],
-) -> tuple[torch.Tensor | None, ...]:
-    """The rows that a gather selected, of other buffers; bad indices select zeros, unreported.
+    indices: torch.Tensor, bounds: str, buffers: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """The rows that an earlier gather selected, of other buffers; differentiable.
 
     Args:
         indices: the indices of that gather.
-        bounds: its bounds mode.
-        backend: the backend that its caller insists on.
+        bounds: its bounds mode. It has reported bad indices; now they select zeros.
         buffers: None gives None.
     """
     from .api import gather
 
-    if bounds != "raise":
-        return gather(indices, *buffers, bounds=bounds, backend=backend)
+    found = {number: buffer for number, buffer in enumerate(buffers) if buffer is not None}
     results: list[torch.Tensor | None] = [None] * len(buffers)
-    for rows in {buffer.shape[0] for buffer in buffers if buffer is not None}:
-        some = {n: each for n, each in enumerate(buffers) if each is not None and len(each) == rows}
-        selected, bad = resolve(as_int64(indices), rows, bounds)
-        assert bad is not None
-        selected = torch.where(bad, -1, selected)
-        gathered = gather(selected, *some.values(), bounds="fill", backend=backend)
-        for number, result in zip(some, gathered, strict=True):
-            results[number] = result
-    return tuple(results)
+    for size in {len(buffer) for buffer in found.values()}:
+        some = {number: buffer for number, buffer in found.items() if len(buffer) == size}
+        selected, bad = resolve(as_int64(indices), size, bounds)
+        if bad is not None:
+            selected = torch.where(bad, -1, selected)
+        if is_plain(selected, *some.values()):
+            gathered = gather(selected, *some.values(), bounds="fill")
+        else:
+            gathered = tuple(_filled(buffer, selected) for buffer in some.values())
+        for number, rows in zip(some, gathered, strict=True):
+            results[number] = rows
+    return results
+
+
+def _filled(buffer: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
+    """The gather in mode "fill" of a buffer without memory, by operations that know such."""
+    bad = (selected < 0).view(*selected.shape, *[1] * (buffer.dim() - 1))
+    return torch.where(bad, 0, buffer[selected.clamp(min=0)])

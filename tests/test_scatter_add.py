@@ -152,7 +152,7 @@ def test_every_index_type_and_bounds_mode(
 @DTYPES
 @pytest.mark.usefixtures("units")
 def test_gradients_are_read_where_they_are(target: Target, dtype: torch.dtype) -> None:
-    """Slices at any address, rows with gaps, rows that are one, and what cannot be read in place."""
+    """Slices at any address, rows with gaps, one row for all, and what must be copied."""
     indices = some_indices(24, target.device)
     wide = whole_numbers((24, 40), dtype, target.device)
     grid = whole_numbers((4, 6, 8), dtype, target.device)
