@@ -34,7 +34,7 @@ typedef long long i64;
 
 struct Field {
     const char* gradient;  // of the gathered rows, one for each index
-    char* sum;             // of the buffer: zeros; its rows have no gaps
+    char* sum;             // of the buffer: zeros, without gaps, aligned to 4 bytes
     i64 rows;              // valid indices are 0 .. rows - 1
     i64 gradient_stride;   // bytes from one row to the next
     unsigned first_tile;
@@ -129,6 +129,17 @@ __device__ __forceinline__ void add(Unit<Word, WORDS>* sum, const Unit<Word, WOR
     for (int n = 0; n < WORDS; n++) add(sum->word + n, value.word[n]);
 }
 
+// A GPU adds 2-byte elements in pairs; a single one takes a loop of compare and swap. So it is added
+// with -0.0 for its neighbour, which that leaves unchanged. The last of all may have no neighbour.
+template <typename Pair, typename Single>
+__device__ __forceinline__ void add_in_pair(Single* sum, Single value, const Single* end) {
+    const unsigned high = (u64)sum >> 1 & 1;
+    Single* low = sum - high;
+    if (low + 2 > end) return add(sum, value);
+    const Pair pair = {high ? (unsigned)value.bits << 16 | 0x8000 : 0x80000000 | value.bits};
+    add((Pair*)low, pair);
+}
+
 #if VECTORS
 #define ADD_PAIR_AND_QUAD(WORD, NOFTZ, TYPE, CONSTRAINT, VALUE)                                  \
     __device__ __forceinline__ void add(Unit<WORD, 2>* sum, const Unit<WORD, 2>& value) {        \
@@ -162,6 +173,19 @@ __device__ __forceinline__ i64 row_of(INDEX index, i64 rows) {
 #endif
 }
 
+template <typename Value>
+__device__ __forceinline__ void add_at(const Field& field, i64 at, const Value& value) {
+    add((Value*)field.sum + at, value);
+}
+__device__ __forceinline__ void add_at(const Field& field, i64 at, const Unit<Half, 1>& value) {
+    Half* sum = (Half*)field.sum;
+    add_in_pair<HalfPair>(sum + at, value.word[0], sum + field.rows * field.units);
+}
+__device__ __forceinline__ void add_at(const Field& field, i64 at, const Unit<BFloat, 1>& value) {
+    BFloat* sum = (BFloat*)field.sum;
+    add_in_pair<BFloatPair>(sum + at, value.word[0], sum + field.rows * field.units);
+}
+
 // Adds UNROLL units of each thread. A row has a power of two of threads side by side, so that a
 // thread finds its row and its column by shifts; one that is past the row's end idles.
 template <typename Word, int WORDS>
@@ -192,7 +216,7 @@ __device__ __forceinline__ void add_tile(const Parameters& p, const Field& field
     for (int u = 0; u < UNROLL; u++) {
         const i64 row = row_of(index[u], field.rows);
         const unsigned column = first_column + ((u & ((1u << columns) - 1)) << lanes);
-        if (active[u] && row >= 0) add((Value*)field.sum + row * field.units + column, value[u]);
+        if (active[u] && row >= 0) add_at(field, row * field.units + column, value[u]);
     }
 }
 

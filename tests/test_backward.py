@@ -92,7 +92,7 @@ def by_torch(buffer: torch.Tensor, indices: torch.Tensor, bounds: str = "raise")
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
 def test_as_torch(target: Target, bounds: str, index_dtype: torch.dtype) -> None:
     """Types and row shapes side by side, integers and None among them; rows that repeat."""
-    if target.name == "triton-interpreter" and index_dtype != torch.int64:
+    if target.name == "triton-interpreter" and (bounds, index_dtype) != ("raise", torch.int64):
         pytest.skip("the backward pass is torch's there, and the forward pass takes seconds")
     values = [[3, 0, 3, 8], [1, 3, 8, 8]]
     if bounds == "raise" and index_dtype.is_signed:
@@ -142,6 +142,8 @@ def test_first_and_second_order_by_differences(
     inputs.append(torch.randn(6, 2, dtype=dtype, device=target.device, requires_grad=True))
     # By the whole Jacobian or, where a gather takes long, by its product with random vectors.
     fast = target.name == "triton-interpreter"
+    if fast and (dtype.is_complex or bounds != "raise"):
+        pytest.skip("the backward pass is torch's there, and the forward pass takes seconds")
 
     def run(*buffers: torch.Tensor) -> tuple[torch.Tensor, ...]:
         curved = [each * each for each in buffers]

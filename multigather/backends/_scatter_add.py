@@ -146,7 +146,7 @@ def scatter_add(
         indices: any integer dtype, shape and stride.
         bounds: the bounds mode; an index that selects no row adds nothing.
         gradients: of the gathered rows, of shape ``indices.shape + sum.shape[1:]``, `supported`.
-        sums: contiguous tensors on the device of the indices.
+        sums: new contiguous tensors on the device of the indices.
     """
     if not indices.numel():
         return
