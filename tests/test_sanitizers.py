@@ -30,7 +30,6 @@ FILES = {
     "test_pieces.py": 16,
     "test_shifted.py": 30,
     "test_scatter_add.py": 45,
-    "test_backward.py": 30,
 }
 TIME_LIMIT = 900
 
