@@ -167,7 +167,10 @@ def measure(
         torch.randint(-1, 2, (count, *shape[1:]), device=device).to(dtype) for shape in shapes
     ]
     written = sum(each.nbytes for each in buffers)
-    stream = torch.cuda.Stream() if device.type == "cuda" else None
+    stream = None
+    if device.type == "cuda":
+        stream = torch.cuda.Stream()
+        torch.cuda.synchronize()
     ways: dict[str, Backward] = {}
     missing: dict[str, str] = {}
     with torch.cuda.stream(stream):
@@ -197,7 +200,14 @@ def measure(
     gpu_us = {}
     if device.type == "cuda":
         multigather.check()
-        graphs = {name: graph_timer(way, written, stream) for name, way in ways.items()}
+        graphs = {}
+        for name, way in ways.items():
+            try:
+                graphs[name] = graph_timer(way, written, stream)
+            except RuntimeError as error:
+                if name.startswith(OURS):
+                    raise
+                missing[f"{name}, gpu"] = str(error).partition("\n")[0]
         gpu_us = interleaved(graphs, rounds)
     return {
         "workload": workload.name,

@@ -146,7 +146,7 @@ def kernel_for(
 
     This is the place for what measurements say: where ``benchmarks/backward.py`` finds that
     ``index_add_`` per buffer is faster, return None. Until it has run on a GPU, the kernel is used
-    wherever it can be: a launch for all buffers takes the place of about six per buffer.
+    wherever it can be: one launch takes the place of two per buffer and seven per number of rows.
 
     Args:
         backend: the backend that the caller insists on; the kernel is the cupy backend's.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import HAVE_GPU, Target
+from scripts import load
 
 import multigather
 from multigather import api, dispatch, faults
@@ -573,3 +574,25 @@ def test_gradients_leave_no_memory_behind(backend: str) -> None:
         step()
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == base
+
+
+# ------------------------------------------------------------------------------- the benchmark
+
+
+@pytest.mark.parametrize("pattern", ["unique", "zipf", "equal"])
+def test_benchmark_compares_before_it_times(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way's gradients are looked at, and wrong ones end the run."""
+    benchmark = load("benchmarks/backward.py")
+    fields = (((3,), torch.float32), ((), torch.float32), ((), torch.int64))
+    workload = benchmark.Workload("small", 0, 40, (), (), fields)
+    arguments = (workload, torch.bfloat16, pattern, 16, torch.device("cpu"), 1)
+    result = benchmark.measure(*arguments)
+    assert result["buffers"] == 2 and result["zeroed_bytes"] == 2 * 40 * 4
+    assert list(result["host_us"]) == [*benchmark.forwards(False), "zeros", "foreach zeros"]
+    assert benchmark.measure(*arguments[:2], "unique", 41, *arguments[4:]) is None
+    wrong = {**benchmark.forwards(False), "wrong": lambda indices, buffers: [
+        2 * buffer[indices] for buffer in buffers
+    ]}  # fmt: skip
+    monkeypatch.setattr(benchmark, "forwards", lambda compiled: wrong)
+    with pytest.raises(AssertionError, match="wrong: wrong by"):
+        benchmark.measure(*arguments)

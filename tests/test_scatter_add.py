@@ -255,9 +255,8 @@ def test_offsets_beyond_32_bits(target: Target) -> None:
     # New memory of a CPU process is zeros that take no room until they are written.
     make = torch.zeros if target.device == "cuda" else torch.empty
     memory = make(2 * rows, dtype=torch.bfloat16, device=target.device)
-    total, addends = memory[:rows].view(rows, 1), memory[rows:].as_strided((2, 1), (rows - 1, 1))
+    total, addends = memory[:rows].view(rows, 1), memory.as_strided((2, 1), (rows - 1, 1), rows)
     addends[:] = torch.tensor([[3.0], [4.0]])
-    addends = memory.as_strided((2, 1), (rows - 1, 1), rows)
     total[2**31 + 2 : 2**31 + 7].zero_()
     indices = torch.tensor([2**31 + 3, -3], device=target.device)
     _scatter_add.scatter_add(kernel_backend(), indices, "raise", [addends], [total])

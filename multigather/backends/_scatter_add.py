@@ -151,12 +151,13 @@ def scatter_add(
     if not indices.numel():
         return
     flat = indices.reshape(-1)
-    fields, addresses = [], []
+    widest = VECTOR_BYTES if backend.adds_vectors(indices.device) else WORD_BYTES
+    fields, tensors = [], []
     for gradient, total in zip(gradients, sums, strict=True):
         if total.numel():
             rows, stride = _rows_in_place(gradient, indices.dim())
-            fields.append(_field_of(backend, rows, stride, total))
-            addresses.append((rows, total))
+            fields.append(_field_of(rows, stride, total, widest))
+            tensors.append((rows, total))
     if not fields:
         return
     launches = _launches_of(
@@ -172,7 +173,7 @@ def scatter_add(
     for numbers, launch in launches:
         pointers = [flat.data_ptr()]
         for number in numbers:
-            pointers += (tensor.data_ptr() for tensor in addresses[number])
+            pointers += (tensor.data_ptr() for tensor in tensors[number])
         launch(pointers)
 
 
@@ -187,11 +188,10 @@ def _rows_in_place(gradient: torch.Tensor, leading: int) -> tuple[torch.Tensor, 
 
 
 def _field_of(
-    backend: CudaBackend, gradient: torch.Tensor, stride: int, total: torch.Tensor
+    gradient: torch.Tensor, stride: int, total: torch.Tensor, widest: dict[int, int]
 ) -> Field:
     element, size = ELEMENTS[gradient.dtype], gradient.element_size()
     row_bytes, stride_bytes = total.numel() // total.shape[0] * size, stride * size
-    widest = VECTOR_BYTES if backend.adds_vectors(total.device) else WORD_BYTES
     unit = power_of_two_divisor(
         gradient.data_ptr(), total.data_ptr(), stride_bytes, row_bytes, widest[element]
     )
