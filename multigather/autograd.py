@@ -115,17 +115,19 @@ def gradients_of(
         A gradient for each buffer, or None.
     """
     (indices,) = ctx.saved_tensors
+    device = ctx.device
     # Buffers in pinned host memory have their gradients there, unlike their outputs.
-    indices = indices.to(ctx.device)
+    indices = indices.to(device)
     found = {
-        number: gradient.to(ctx.device)
+        number: gradient if gradient.device == device else gradient.to(device)
         for number, gradient in enumerate(gradients)
         if gradient is not None and wanted[number]
     }
     results: list[torch.Tensor | None] = [None] * len(gradients)
     kernel = kernel_for(ctx.backend, indices, list(found.values()))
     if kernel is not None:
-        some = {n: each for n, each in found.items() if _scatter_add.supported(each, ctx.shapes[n])}
+        count = max(1, indices.numel())
+        some = {n: each for n, each in found.items() if _scatter_add.supported(each, count)}
         shapes = [ctx.shapes[number] for number in some]
         sums = add_by_kernel(kernel, indices, ctx.bounds, shapes, list(some.values()))
         for number, total in zip(some, sums, strict=True):
@@ -173,7 +175,6 @@ def is_plain(*tensors: torch.Tensor) -> bool:
         and all(
             type(tensor) in (torch.Tensor, torch.nn.Parameter)
             and tensor.layout is torch.strided
-            and tensor.device.type in ("cpu", "cuda")
             and torch._C._has_storage(tensor)
             for tensor in tensors
         )

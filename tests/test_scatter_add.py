@@ -35,6 +35,7 @@ def units(request: pytest.FixtureRequest, target: Target, monkeypatch: pytest.Mo
     """Both units that a GPU may want: up to 16 bytes at once, and a word."""
     kind = type(kernel_backend())
     monkeypatch.setattr(kind, "adds_vectors", lambda self, device: request.param)
+    monkeypatch.setattr(_scatter_add, "_prepared", {})
 
 
 def scatter_add(
@@ -272,6 +273,7 @@ def test_many_fields(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert_sums(scatter_add(target, indices, gradients), indices, gradients)
     monkeypatch.setattr(type(kernel_backend()), "capacity", lambda self, device: 9)
-    _scatter_add._launches_of.cache_clear()
+    monkeypatch.setattr(_scatter_add, "_prepared", {})
     assert_sums(scatter_add(target, indices, gradients), indices, gradients)
-    _scatter_add._launches_of.cache_clear()
+    ((prepared),) = _scatter_add._prepared.values()
+    assert [len(numbers) for numbers, _ in prepared.launches] == [8, 9, 9, 9, 8, 9, 9, 9]

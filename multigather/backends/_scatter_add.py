@@ -8,14 +8,14 @@ copied first.
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from ..fork import Lock
 from ..request import has_contiguous_rows, power_of_two_divisor
 from ._cupy import BOUNDS, INDEX_TYPES, MOST_BLOCKS, NO_TILE, CudaBackend, capacity_for
 from .base import Config, balanced_groups, flat_row_stride
@@ -24,7 +24,8 @@ from .base import Config, balanced_groups, flat_row_stride
 # smaller than one of gather.cu, so as many fields as one launch of that can carry fit here too.
 HEAD_BYTES = 32
 FIELD_BYTES = 48
-LAUNCHES_KEPT = 1024
+# Layouts of which launches are kept; at that number all are dropped and made again as needed.
+KEPT = 1024
 
 # The types that are added, by their numbers in scatter_add.cu; a complex number is two.
 HALF, BFLOAT, FLOAT, DOUBLE = 0, 8, 16, 24
@@ -126,10 +127,26 @@ class Field:
         return entry, -(-count // rows_per_tile) * pieces
 
 
-def supported(gradient: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Whether the kernel can add this gradient to that of a buffer of this shape."""
+class Prepared(NamedTuple):
+    """What is kept of a call, for the next one with the same layouts.
+
+    Attributes:
+        copied: which gradients are copied first, because their rows are not contiguous.
+        launches: each with the numbers of its fields.
+    """
+
+    copied: tuple[int, ...]
+    launches: tuple[tuple[tuple[int, ...], Callable[[Sequence[int]], None]], ...]
+
+
+_prepared: dict[Any, Prepared] = {}
+_lock = Lock()
+
+
+def supported(gradient: torch.Tensor, count: int) -> bool:
+    """Whether the kernel can add this gradient of so many rows."""
     # The kernel numbers the units of a row with 31 bits; a complex number may be two units.
-    return gradient.dtype in ELEMENTS and torch.Size(shape[1:]).numel() < 2**30
+    return gradient.dtype in ELEMENTS and gradient.numel() < count << 30
 
 
 def scatter_add(
@@ -148,92 +165,109 @@ def scatter_add(
         gradients: of the gathered rows, of shape ``indices.shape + sum.shape[1:]``, `supported`.
         sums: new contiguous tensors on the device of the indices.
     """
-    if not indices.numel():
-        return
     flat = indices.reshape(-1)
-    widest = VECTOR_BYTES if backend.adds_vectors(indices.device) else WORD_BYTES
-    fields, tensors = [], []
-    for gradient, total in zip(gradients, sums, strict=True):
-        if total.numel():
-            rows, stride = _rows_in_place(gradient, indices.dim())
-            fields.append(_field_of(rows, stride, total, widest))
-            tensors.append((rows, total))
-    if not fields:
+    if not flat.shape[0]:
         return
-    launches = _launches_of(
+    gradients = [
+        each.resolve_conj().resolve_neg() if each.is_conj() or each.is_neg() else each
+        for each in gradients
+    ]
+    # What else the host has to do is done once: a backward pass of few rows is host time.
+    key: tuple[Any, ...] = (
         backend,
         indices.device,
         indices.dtype,
-        bounds,
+        indices.dim(),
         flat.shape[0],
         flat.stride(0),
-        tuple(fields),
+        bounds,
         CONFIG,
-    )
-    for numbers, launch in launches:
-        pointers = [flat.data_ptr()]
-        for number in numbers:
-            pointers += (tensor.data_ptr() for tensor in tensors[number])
-        launch(pointers)
-
-
-def _rows_in_place(gradient: torch.Tensor, leading: int) -> tuple[torch.Tensor, int]:
-    """The gradient, a copy if its rows are not contiguous, and the elements from row to row."""
-    gradient = gradient.resolve_conj().resolve_neg()
-    stride = flat_row_stride(gradient, leading)
-    shape, strides = tuple(gradient.shape[leading:]), gradient.stride()[leading:]
-    if stride is None or not has_contiguous_rows((1, *shape), (0, *strides)):
-        return gradient.contiguous(), torch.Size(shape).numel()
-    return gradient, stride
-
-
-def _field_of(
-    gradient: torch.Tensor, stride: int, total: torch.Tensor, widest: dict[int, int]
-) -> Field:
-    element, size = ELEMENTS[gradient.dtype], gradient.element_size()
-    row_bytes, stride_bytes = total.numel() // total.shape[0] * size, stride * size
-    unit = power_of_two_divisor(
-        gradient.data_ptr(), total.data_ptr(), stride_bytes, row_bytes, widest[element]
-    )
-    return Field(element, unit, total.shape[0], row_bytes, stride_bytes)
-
-
-@functools.lru_cache(LAUNCHES_KEPT)
-def _launches_of(
-    backend: CudaBackend,
-    device: torch.device,
-    index_dtype: torch.dtype,
-    bounds: str,
-    count: int,
-    index_stride: int,
-    fields: tuple[Field, ...],
-    config: AddConfig,
-) -> list[tuple[tuple[int, ...], Callable[[Sequence[int]], None]]]:
-    """The launches that add these fields, each with the numbers of its fields."""
-    most = backend.capacity(device)
-    # Widest first: the blocks of the narrow fields then fill the end of the launch.
-    order = sorted(range(len(fields)), key=lambda number: -fields[number].row_bytes)
-    launches = []
-    for numbers in balanced_groups(order, most):
-        specialisation = Specialisation(
-            capacity_for(len(numbers), most), index_dtype, bounds, config
-        )
-        parameters = bytearray(struct.pack("=Qqq8x", 0, index_stride, count))
-        places, grid = [0], 0
-        for number in numbers:
-            places += (len(parameters), len(parameters) + 8)
-            entry, tiles = fields[number].packed(grid, count, config)
-            parameters += entry
-            grid += tiles
-        if grid > MOST_BLOCKS:
-            raise ValueError(
-                f"the gradients of {count} rows need {grid} thread blocks in one launch, which has "
-                f"at most {MOST_BLOCKS}; gather in several calls"
+        *(
+            (
+                each.dtype,
+                each.shape,
+                each.stride(),
+                (each.data_ptr() | total.data_ptr()) & 15,
+                total.shape[0],
             )
-        unused = struct.pack("=32xI12x", NO_TILE)
-        parameters += unused * (specialisation.fields - len(numbers))
-        launch = backend.launch_of(
-            specialisation, grid, config.threads, device, bytes(parameters), places
+            for each, total in zip(gradients, sums, strict=True)
+        ),
+    )
+    prepared = _prepared.get(key)
+    if prepared is None:
+        prepared = _prepare(backend, indices, flat, bounds, gradients, sums)
+        with _lock:
+            if len(_prepared) >= KEPT:
+                _prepared.clear()
+            _prepared[key] = prepared
+    for number in prepared.copied:
+        gradients[number] = gradients[number].contiguous()
+    for numbers, launch in prepared.launches:
+        addresses = [flat.data_ptr()]
+        for number in numbers:
+            addresses += (gradients[number].data_ptr(), sums[number].data_ptr())
+        launch(addresses)
+
+
+def _prepare(
+    backend: CudaBackend,
+    indices: torch.Tensor,
+    flat: torch.Tensor,
+    bounds: str,
+    gradients: Sequence[torch.Tensor],
+    sums: Sequence[torch.Tensor],
+) -> Prepared:
+    """Find what must be copied, and make the launches."""
+    widest = VECTOR_BYTES if backend.adds_vectors(indices.device) else WORD_BYTES
+    fields: dict[int, Field] = {}
+    copied = []
+    for number, (gradient, total) in enumerate(zip(gradients, sums, strict=True)):
+        if not total.numel():
+            continue
+        stride, address = flat_row_stride(gradient, indices.dim()), gradient.data_ptr()
+        row_shape, row_stride = (
+            each[indices.dim() :] for each in (gradient.shape, gradient.stride())
         )
-        launches.append((numbers, launch))
-    return launches
+        if stride is None or not has_contiguous_rows((1, *row_shape), (0, *row_stride)):
+            copied.append(number)
+            stride, address = torch.Size(row_shape).numel(), 0
+        element, size = ELEMENTS[gradient.dtype], gradient.element_size()
+        row_bytes = torch.Size(row_shape).numel() * size
+        unit = power_of_two_divisor(
+            address, total.data_ptr(), stride * size, row_bytes, widest[element]
+        )
+        fields[number] = Field(element, unit, total.shape[0], row_bytes, stride * size)
+    # Widest first: the blocks of the narrow fields then fill the end of the launch.
+    order = sorted(fields, key=lambda number: -fields[number].row_bytes)
+    groups = balanced_groups(order, backend.capacity(indices.device)) if order else []
+    launches = [
+        (numbers, _launch_of(backend, flat, bounds, [fields[number] for number in numbers]))
+        for numbers in groups
+    ]
+    return Prepared(tuple(copied), tuple(launches))
+
+
+def _launch_of(
+    backend: CudaBackend, indices: torch.Tensor, bounds: str, fields: Sequence[Field]
+) -> Callable[[Sequence[int]], None]:
+    """The launch that adds these fields, by indices of one dimension."""
+    count, config = indices.shape[0], CONFIG
+    capacity = capacity_for(len(fields), backend.capacity(indices.device))
+    specialisation = Specialisation(capacity, indices.dtype, bounds, config)
+    parameters = bytearray(struct.pack("=Qqq8x", 0, indices.stride(0), count))
+    places, grid = [0], 0
+    for field in fields:
+        places += (len(parameters), len(parameters) + 8)
+        entry, tiles = field.packed(grid, count, config)
+        parameters += entry
+        grid += tiles
+    if grid > MOST_BLOCKS:
+        raise ValueError(
+            f"the gradients of {count} rows need {grid} thread blocks in one launch, which has at "
+            f"most {MOST_BLOCKS}; gather in several calls"
+        )
+    parameters += struct.pack("=32xI12x", NO_TILE) * (capacity - len(fields))
+    launch: Callable[[Sequence[int]], None] = backend.launch_of(
+        specialisation, grid, config.threads, indices.device, bytes(parameters), places
+    )
+    return launch
