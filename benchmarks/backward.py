@@ -12,7 +12,7 @@ zeros" the same in one call. ``--config`` adds configs of the kernel. Indices: e
 once, Zipf's law with exponent 1, and one row for all.
 
     python benchmarks/backward.py --out backward.json
-    python benchmarks/backward.py --config 128,2 --config 256,4 --counts 4096
+    python benchmarks/backward.py --config 128,2 --config 256,4 --config 256,2,words --counts 4096
     python benchmarks/backward.py --device cpu --workload replay --counts 64,4096
 """
 
@@ -249,9 +249,11 @@ def show(results: Sequence[dict[str, Any]]) -> None:
 
 
 def config_of(text: str) -> AddConfig:
-    """The config of ``threads,unroll``."""
-    threads, unroll = map(int, text.split(","))
-    return AddConfig(threads, unroll)
+    """The config of ``threads,unroll`` or ``threads,unroll,words``."""
+    threads, unroll, *words = text.split(",")
+    if words not in ([], ["words"]):
+        raise ValueError(text)
+    return AddConfig(int(threads), int(unroll), not words)
 
 
 def main() -> int:
@@ -262,7 +264,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="by default all")
     parser.add_argument("--pattern", choices=PATTERNS, action="append", help="by default all")
     parser.add_argument("--counts", default=",".join(map(str, COUNTS)), help="numbers of indices")
-    parser.add_argument("--config", type=config_of, action="append", help="threads,unroll to add")
+    parser.add_argument("--config", type=config_of, action="append", help="threads,unroll[,words]")
     parser.add_argument("--compile", action="store_true", help="torch.compile too")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--out", type=Path, help="write a JSON file")

@@ -65,8 +65,8 @@ struct alignas(sizeof(Word) * WORDS) Unit {
     Word word[WORDS];
 };
 
-// Whether one instruction adds up to 16 bytes (PTX ISA 8.1, so CUDA 12.1). Before sm_90 the host makes
-// units of one word, so that the words which a warp adds at once are neighbours in memory.
+// Whether one instruction adds up to 16 bytes (PTX ISA 8.1, so CUDA 12.1). Before sm_90 the host
+// makes units of one word, so that the words which a warp adds at once are neighbours in memory.
 #if defined(__CUDACC__) && __CUDA_ARCH__ >= 900 && \
     (__CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 1))
 #define VECTORS 1
@@ -129,8 +129,9 @@ __device__ __forceinline__ void add(Unit<Word, WORDS>* sum, const Unit<Word, WOR
     for (int n = 0; n < WORDS; n++) add(sum->word + n, value.word[n]);
 }
 
-// A GPU adds 2-byte elements in pairs; a single one takes a loop of compare and swap. So it is added
-// with -0.0 for its neighbour, which that leaves unchanged. The last of all may have no neighbour.
+// A GPU adds 2-byte elements in pairs: red.f16 and red.bf16 become loops of compare and
+// swap (sm_75 to sm_120, CUDA 13.0). So one is added with -0.0 for its neighbour, which that leaves
+// as it is. The last of all may have no neighbour.
 template <typename Pair, typename Single>
 __device__ __forceinline__ void add_in_pair(Single* sum, Single value, const Single* end) {
     const unsigned high = (u64)sum >> 1 & 1;

@@ -31,11 +31,9 @@ def kernel_backend() -> CudaBackend:
 
 
 @pytest.fixture(params=[True, False], ids=["vectors", "words"])
-def units(request: pytest.FixtureRequest, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both units that a GPU may want: up to 16 bytes at once, and a word."""
-    kind = type(kernel_backend())
-    monkeypatch.setattr(kind, "adds_vectors", lambda self, device: request.param)
-    monkeypatch.setattr(_scatter_add, "_prepared", {})
+    monkeypatch.setattr(_scatter_add, "CONFIG", AddConfig(vectors=request.param))
 
 
 def scatter_add(

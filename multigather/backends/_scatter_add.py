@@ -50,10 +50,12 @@ class AddConfig(Config):
     Attributes:
         threads: threads per block, a power of two.
         unroll: units in flight per thread, a power of two.
+        vectors: add up to 16 bytes at once where the GPU can, not word by word.
     """
 
     threads: int = 256
     unroll: int = 2
+    vectors: bool = True
 
 
 CONFIG = AddConfig()
@@ -218,7 +220,8 @@ def _prepare(
     sums: Sequence[torch.Tensor],
 ) -> Prepared:
     """Find what must be copied, and make the launches."""
-    widest = VECTOR_BYTES if backend.adds_vectors(indices.device) else WORD_BYTES
+    vectors = CONFIG.vectors and backend.adds_vectors(indices.device)
+    widest = VECTOR_BYTES if vectors else WORD_BYTES
     fields: dict[int, Field] = {}
     copied = []
     for number, (gradient, total) in enumerate(zip(gradients, sums, strict=True)):
