@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from . import containers, dispatch, faults
-from .autograd import Gather
+from .autograd import Gather, dispatch_modes
 from .bounds import as_int64, resolve
 from .cache import store
 from .executable import Executable
@@ -22,9 +22,6 @@ from .request import BOUNDS, INDEX_DTYPES, Request, field_of
 from .shortcut import OutShortcut, Shortcut, guard
 
 BACKEND_NAMES = tuple(backend.name for backend in dispatch.BACKENDS)
-
-# Number of active modes that see every operator, such as that of fake tensors: they must see one.
-_dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 # Executables by the layout they are for. A program has a few; a bound keeps one that makes up
 # shapes from growing without end.
@@ -150,7 +147,7 @@ def gather_checked(
         layouts of the indices and of the tensors among ``bufs`` is all that another one needs.
     """
     indices = containers.as_indices(indices)
-    if is_compiling() or _dispatch_modes():
+    if is_compiling() or dispatch_modes():
         return _in_graph(indices, bufs, out, bounds, backend), None
     leaves, structure = containers.flatten(bufs)
     tensors = [leaf for leaf in leaves if leaf is not None]
@@ -197,7 +194,8 @@ def gather_checked(
                 "out= cannot be combined with gradients: a buffer requires grad. Leave out= away, "
                 "detach the buffers, or call under torch.no_grad()"
             )
-        results = list(Gather.apply(run, indices, bounds, *tensors))  # type: ignore[no-untyped-call]
+        arguments = (run, indices, bounds, backend, *tensors)
+        results = list(Gather.apply(*arguments))  # type: ignore[no-untyped-call]
     else:
         results = run(tensors)
         if outs is not None:

@@ -1,4 +1,8 @@
-"""Gradients: each buffer's gradient is the sum of its output rows' gradients, row by row."""
+"""Gradients: each buffer's gradient is the sum of its output rows' gradients, row by row.
+
+On CUDA the gradients of all buffers are added in one launch of the cupy backend's kernel, otherwise
+by torch buffer by buffer. `kernel_for` decides.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
+from . import dispatch
+from .backends import _scatter_add
+from .backends._cupy import CudaBackend
 from .bounds import as_int64, resolve
+
+# Number of active modes that see every operator, such as that of fake tensors.
+dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 
 class Gather(torch.autograd.Function):
@@ -19,6 +30,7 @@ class Gather(torch.autograd.Function):
         run: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
         indices: torch.Tensor,
         bounds: str,
+        backend: str | None,
         *buffers: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Run the gather.
@@ -28,59 +40,229 @@ class Gather(torch.autograd.Function):
             run: gathers from the buffers that it is given.
             indices: the indices, any shape.
             bounds: the bounds mode.
+            backend: the backend that the caller insists on.
             buffers: the buffers, not all of them differentiable.
         """
-        ctx.save_for_backward(indices)
-        ctx.bounds = bounds
-        ctx.shapes = [buffer.shape for buffer in buffers]
+        remember(ctx, indices, bounds, backend, buffers)
         ctx.set_materialize_grads(False)
         outputs = run([buffer.detach() for buffer in buffers])
+        # As with b[indices], the rows of a buffer that requires no gradient require none.
         ctx.mark_non_differentiable(
-            *(out for out in outputs if not (out.is_floating_point() or out.is_complex()))
+            *(out for out, want in zip(outputs, ctx.needs_input_grad[4:], strict=True) if not want)
         )
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """See `gradients`."""
-        (indices,) = ctx.saved_tensors
-        results = Gather.gradients(
-            indices, ctx.bounds, ctx.shapes, ctx.needs_input_grad[3:], gradients
-        )
-        return (None, None, None, *results)
+        """See `gradients_of`."""
+        return (None, None, None, None, *gradients_of(ctx, ctx.needs_input_grad[4:], gradients))
+
+
+class ScatterAdd(torch.autograd.Function):
+    """The kernel as a node of the graph, for higher derivatives: its own is the gather."""
 
     @staticmethod
-    def gradients(
+    def forward(
+        ctx: Any,
+        kernel: CudaBackend,
         indices: torch.Tensor,
         bounds: str,
         shapes: Sequence[torch.Size],
-        wanted: Sequence[bool],
-        gradients: Sequence[torch.Tensor | None],
-    ) -> list[torch.Tensor | None]:
-        """Add each output row's gradient to the row it came from; rows of zeros came from none.
+        *gradients: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """See `add_by_kernel`, which it calls without a graph."""
+        ctx.save_for_backward(indices)
+        ctx.bounds = bounds
+        ctx.set_materialize_grads(False)
+        return tuple(add_by_kernel(kernel, indices, bounds, shapes, gradients))
 
-        Args:
-            indices: the indices, any shape.
-            bounds: the bounds mode.
-            shapes: of the buffers.
-            wanted: which buffers need a gradient.
-            gradients: of the outputs.
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Gather the rows of the gradients of the sums."""
+        (indices,) = ctx.saved_tensors
+        return (None, None, None, None, *gather_again(indices, ctx.bounds, gradients))
 
-        Returns:
-            A gradient for each buffer, or None.
-        """
-        flat = as_int64(indices.reshape(-1))
-        results: list[torch.Tensor | None] = []
-        for shape, want, gradient in zip(shapes, wanted, gradients, strict=True):
-            if gradient is None or not want:
-                results.append(None)
-                continue
-            if shape[0] == 0:
-                results.append(gradient.new_zeros(shape))
-                continue
-            rows, bad = resolve(flat.to(gradient.device), shape[0], bounds)
-            gradient = gradient.reshape(flat.shape[0], *shape[1:])
-            if bad is not None:
-                gradient = gradient.masked_fill(bad.view(-1, *[1] * (len(shape) - 1)), 0)
-            results.append(gradient.new_zeros(shape).index_add(0, rows, gradient))
-        return results
+
+def remember(
+    ctx: Any,
+    indices: torch.Tensor,
+    bounds: str,
+    backend: str | None,
+    buffers: Sequence[torch.Tensor],
+) -> None:
+    """Keep in autograd's context what `gradients_of` needs."""
+    ctx.save_for_backward(indices)
+    ctx.bounds, ctx.backend = bounds, backend
+    ctx.shapes = [buffer.shape for buffer in buffers]
+    ctx.device = buffers[0].device
+
+
+def gradients_of(
+    ctx: Any, wanted: Sequence[bool], gradients: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Add each output row's gradient to the row it came from; rows of zeros came from none.
+
+    The sums are in the buffer's type, rounded after each addition, as those of ``index_add_`` and
+    of the gradient of ``b[indices]`` are. On a GPU rows are added in no certain order unless torch
+    is told to be deterministic, so repeated indices may round differently from run to run.
+
+    Args:
+        ctx: autograd's context, filled by `remember`.
+        wanted: which buffers need a gradient.
+        gradients: of the outputs.
+
+    Returns:
+        A gradient for each buffer, or None.
+    """
+    (indices,) = ctx.saved_tensors
+    device = ctx.device
+    # Buffers in pinned host memory have their gradients there, unlike their outputs.
+    indices = indices.to(device)
+    found = {
+        number: gradient if gradient.device == device else gradient.to(device)
+        for number, gradient in enumerate(gradients)
+        if gradient is not None and wanted[number]
+    }
+    results: list[torch.Tensor | None] = [None] * len(gradients)
+    kernel = kernel_for(ctx.backend, indices, list(found.values()))
+    if kernel is not None:
+        count = max(1, indices.numel())
+        some = {n: each for n, each in found.items() if _scatter_add.supported(each, count)}
+        shapes = [ctx.shapes[number] for number in some]
+        sums = add_by_kernel(kernel, indices, ctx.bounds, shapes, list(some.values()))
+        for number, total in zip(some, sums, strict=True):
+            results[number] = total
+    rest = {n: each for n, each in found.items() if results[n] is None}
+    if rest:
+        shapes = [ctx.shapes[number] for number in rest]
+        sums = add_by_torch(indices, ctx.bounds, shapes, list(rest.values()))
+        for number, total in zip(rest, sums, strict=True):
+            results[number] = total
+    return results
+
+
+def kernel_for(
+    backend: str | None, indices: torch.Tensor, gradients: Sequence[torch.Tensor]
+) -> CudaBackend | None:
+    """The backend whose kernel adds these gradients in one launch; None if torch adds them.
+
+    This is the place for what measurements say: where ``benchmarks/backward.py`` finds that
+    ``index_add_`` per buffer is faster, return None. Until it has run on a GPU, the kernel is used
+    wherever it can be: one launch takes the place of two per buffer and seven per number of rows.
+
+    Args:
+        backend: the backend that the caller insists on; the kernel is the cupy backend's.
+        indices: on the device of the buffers.
+        gradients: of the outputs, on that device.
+    """
+    if (
+        backend not in (None, "cupy")
+        or torch.are_deterministic_algorithms_enabled()
+        or not is_plain(indices, *gradients)
+    ):
+        return None
+    for each in dispatch.BACKENDS:
+        if isinstance(each, CudaBackend) and each.adds_on(indices.device):
+            return each
+    return None
+
+
+def is_plain(*tensors: torch.Tensor) -> bool:
+    """Whether tensors have memory to look at: none is traced, batched or of a type of its own."""
+    return (
+        not is_compiling()
+        and not dispatch_modes()
+        and all(
+            type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            and tensor.layout is torch.strided
+            and torch._C._has_storage(tensor)
+            for tensor in tensors
+        )
+    )
+
+
+def add_by_kernel(
+    kernel: CudaBackend,
+    indices: torch.Tensor,
+    bounds: str,
+    shapes: Sequence[torch.Size],
+    gradients: Sequence[torch.Tensor],
+) -> Sequence[torch.Tensor]:
+    """The sums of buffers of these shapes, in one launch, as a node of the graph if one is made."""
+    if torch.is_grad_enabled() and any(gradient.requires_grad for gradient in gradients):
+        arguments = (kernel, indices, bounds, shapes, *gradients)
+        return ScatterAdd.apply(*arguments)  # type: ignore[no-untyped-call,no-any-return]
+    sums = [gradient.new_zeros(shape) for shape, gradient in zip(shapes, gradients, strict=True)]
+    _scatter_add.scatter_add(kernel, indices, bounds, gradients, sums)
+    return sums
+
+
+def add_by_torch(
+    indices: torch.Tensor,
+    bounds: str,
+    shapes: Sequence[torch.Size],
+    gradients: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """The sums of buffers of these shapes, by differentiable operations of torch on any device."""
+    flat = as_int64(indices.reshape(-1))
+    resolved: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    plain = is_plain(flat)
+    sums: list[torch.Tensor] = []
+    for shape, gradient in zip(shapes, gradients, strict=True):
+        total = gradient.new_zeros(shape)
+        sums.append(total)
+        if shape[0] == 0:
+            continue
+        # A traced row count cannot be looked up.
+        key = shape[0] if plain else len(sums)
+        if key not in resolved:
+            rows, bad = resolve(flat, shape[0], bounds)
+            # If all are good, there is nothing to mask, but to ask a GPU would wait for it.
+            if bad is not None and plain and flat.device.type == "cpu" and not bad.any():
+                bad = None
+            resolved[key] = rows, bad
+        rows, bad = resolved[key]
+        gradient = gradient.reshape(flat.shape[0], *shape[1:])
+        if bad is not None:
+            none = bad.view(-1, *[1] * (len(shape) - 1))
+            gradient = torch.where(none, 0, gradient)
+        if gradient.dtype.itemsize == 1:
+            # The 8-bit floats have no index_add; this is the gradient of b[indices].
+            total.index_put_((rows,), gradient, accumulate=True)
+        else:
+            total.index_add_(0, rows, gradient)
+    return sums
+
+
+def gather_again(
+    indices: torch.Tensor, bounds: str, buffers: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """The rows that an earlier gather selected, of other buffers; differentiable.
+
+    Args:
+        indices: the indices of that gather.
+        bounds: its bounds mode. It has reported bad indices; now they select zeros.
+        buffers: None gives None.
+    """
+    from .api import gather
+
+    found = {number: buffer for number, buffer in enumerate(buffers) if buffer is not None}
+    results: list[torch.Tensor | None] = [None] * len(buffers)
+    for size in {len(buffer) for buffer in found.values()}:
+        some = {number: buffer for number, buffer in found.items() if len(buffer) == size}
+        selected, bad = resolve(as_int64(indices), size, bounds)
+        if bad is not None:
+            selected = torch.where(bad, -1, selected)
+        if is_plain(selected, *some.values()):
+            gathered = gather(selected, *some.values(), bounds="fill")
+        else:
+            gathered = tuple(_filled(buffer, selected) for buffer in some.values())
+        for number, rows in zip(some, gathered, strict=True):
+            results[number] = rows
+    return results
+
+
+def _filled(buffer: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
+    """The gather in mode "fill" of a buffer without memory, by operations that know such."""
+    bad = (selected < 0).view(*selected.shape, *[1] * (buffer.dim() - 1))
+    return torch.where(bad, 0, buffer[selected.clamp(min=0)])

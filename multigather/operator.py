@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .autograd import Gather
+from .autograd import gradients_of, remember
 
 _library: Any = torch.library.Library("multigather", "DEF")  # type: ignore[no-untyped-call]
 _library.define("gather(Tensor indices, Tensor[] bufs, str bounds, str? backend) -> Tensor[]")
@@ -39,17 +39,13 @@ def _shapes(
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    indices, bufs, bounds, _ = inputs
-    ctx.save_for_backward(indices)
-    ctx.bounds = bounds
-    ctx.shapes = [buf.shape for buf in bufs]
+    indices, bufs, bounds, backend = inputs
+    remember(ctx, indices, bounds, backend, bufs)
     ctx.wanted = [buf.requires_grad for buf in bufs]
 
 
 def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-    (indices,) = ctx.saved_tensors
-    results = Gather.gradients(indices, ctx.bounds, ctx.shapes, ctx.wanted, gradients)
-    return None, results, None, None
+    return None, gradients_of(ctx, ctx.wanted, gradients), None, None
 
 
 _library.impl("gather", _run, "CompositeExplicitAutograd")

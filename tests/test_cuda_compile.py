@@ -23,12 +23,14 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
+from multigather.backends import _scatter_add
 from multigather.backends._cupy import (
     BOUNDS,
     CONFIGS,
     INDEX_TYPES,
     LARGE_CAPACITY,
     SMALL_CAPACITY,
+    Compilation,
     CudaConfig,
     Specialisation,
     capacity_for,
@@ -187,11 +189,12 @@ USUAL = CudaConfig(256, 2)
 
 
 @functools.cache
-def compile_one(specialisation: Specialisation, architecture: int, after: str = "") -> Compiled:
+def compile_one(specialisation: Compilation, architecture: int, after: str = "") -> Compiled:
     """Compile the source with the macros that ship; ``after`` is appended to it."""
     assert COMPILER is not None
     macros = [f"-D{name}={value}" for name, value in specialisation.macros().items()]
-    return COMPILER.compile(source_text() + after, ["-std=c++17", *macros], architecture)
+    source = source_text(specialisation.kernel) + after
+    return COMPILER.compile(source, ["-std=c++17", *macros], architecture)
 
 
 def compile_all(specialisations: Iterable[Specialisation], architecture: int) -> list[Compiled]:
@@ -325,7 +328,7 @@ def operations(cubin: bytes, folder: Path) -> list[str]:
     path.write_bytes(cubin)
     text = _output([tool, "-c", str(path)])
     return re.findall(
-        r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]+)", text, re.MULTILINE
+        r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.x]+)", text, re.MULTILINE
     )
 
 
@@ -392,3 +395,40 @@ def test_shifted_accesses_are_in_flight_together(
         between = [touching[place] for place in span if place not in wide]
         assert all(name.startswith("LDG.E.64") for name in between), touching
         passed += loads + stores
+
+
+def adding(
+    fields: int, index_dtype: torch.dtype = torch.int64, bounds: str = "raise"
+) -> _scatter_add.Specialisation:
+    """A variant of scatter_add.cu with the config that ships."""
+    return _scatter_add.Specialisation(fields, index_dtype, bounds, _scatter_add.CONFIG)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids="sm_{}".format)
+def test_scatter_add_compiles_for_every_architecture(architecture: int) -> None:
+    """Without a warning and without the stack, with parameters of the size that the host packs."""
+    fields = itertools.cycle((1, 8, SMALL_CAPACITY, LARGE_CAPACITY))
+    dtypes = itertools.cycle(INDEX_TYPES)
+    for bounds in BOUNDS:
+        each = adding(next(fields), next(dtypes), bounds)
+        size = each.parameter_bytes()
+        result = compile_one(each, architecture, f"static_assert(sizeof(Parameters) == {size});")
+        assert b"\0scatter_add\0" in result.cubin
+        assert "warning" not in result.log, result.log
+        assert result.stack == (0, 0, 0), each
+        assert result.registers * each.config.threads <= 65536
+    # Fields are counted by the table of the gather's kernel, which has the larger entries.
+    assert adding(SMALL_CAPACITY).parameter_bytes() <= 4096
+    assert adding(LARGE_CAPACITY).parameter_bytes() <= 32764
+
+
+@pytest.mark.parametrize("architecture", [80, CLOSE], ids="sm_{}".format)
+def test_scatter_add_uses_the_widest_additions(architecture: int, tmp_path: Path) -> None:
+    """16 bytes in one instruction from sm_90 on; before, whole words where the hardware can."""
+    found = set(operations(compile_one(adding(4), architecture).cubin, tmp_path))
+    assert "EXIT" in found, "the disassembly could not be read"
+    kinds = {name.split(".")[3] for name in found if re.match(r"REDG?\.E\.ADD", name)}
+    if architecture >= 90:
+        assert {"F32x4", "F16x8", "BF16x8", "F32x2", "F16x4", "BF16x4", "F64"} <= kinds, found
+    else:
+        assert {"F32", "F16x2", "F64"} <= kinds, found

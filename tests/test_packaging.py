@@ -87,6 +87,7 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel):
     assert {
         "multigather/py.typed",
         "multigather/kernels/gather.cu",
+        "multigather/kernels/scatter_add.cu",
         "multigather/kernels/gather_triton.py",
         "multigather/tuning_cache/default.json",
     } <= expected

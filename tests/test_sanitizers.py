@@ -29,6 +29,7 @@ FILES = {
     "test_properties.py": 1,
     "test_pieces.py": 16,
     "test_shifted.py": 30,
+    "test_scatter_add.py": 45,
 }
 TIME_LIMIT = 900
 

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -139,10 +139,26 @@ def capacity_for(fields: int, most: int) -> int:
     return min(1 << (fields - 1).bit_length(), most)
 
 
+class Compilation(Protocol):
+    """One compilation of a CUDA source; hashable."""
+
+    # Name of the kernel and, with .cu behind it, of the source.
+    kernel: ClassVar[str]
+
+    def macros(self) -> dict[str, str]:
+        """Macro names and values."""
+        ...
+
+    def parameter_bytes(self) -> int:
+        """Size of the kernel's parameters."""
+        ...
+
+
 @dataclass(frozen=True)
 class Specialisation:
     """The macros of one compilation of gather.cu; they are explained there."""
 
+    kernel: ClassVar[str] = "gather"
     fields: int
     index_dtype: torch.dtype
     bounds: str
@@ -166,10 +182,14 @@ class Specialisation:
             "STREAMING": str(int(self.config.streaming)),
         }
 
+    def parameter_bytes(self) -> int:
+        """Size of the kernel's parameters."""
+        return parameter_bytes(self.fields)
 
-def source_text() -> str:
-    """Text of the CUDA source."""
-    return (resources.files("multigather.kernels") / "gather.cu").read_text()
+
+def source_text(kernel: str = "gather") -> str:
+    """Text of a kernel's CUDA source."""
+    return (resources.files("multigather.kernels") / f"{kernel}.cu").read_text()
 
 
 class CudaBackend:
@@ -239,9 +259,17 @@ class CudaBackend:
         """Most fields that one launch can carry on the device."""
         return _capacity(device.index)
 
+    def adds_on(self, device: torch.device) -> bool:
+        """Whether gradients on the device can be added by scatter_add.cu."""
+        return device.type == "cuda" and not self.unavailable()
+
+    def adds_vectors(self, device: torch.device) -> bool:
+        """Whether one instruction of the device adds up to 16 bytes."""
+        return torch.cuda.get_device_capability(device) >= (9, 0)
+
     def launch_of(
         self,
-        specialisation: Specialisation,
+        specialisation: Compilation,
         grid: int,
         threads: int,
         device: torch.device,
@@ -392,11 +420,11 @@ def _capacity(device: int) -> int:
     return SMALL_CAPACITY
 
 
-_loaded: dict[tuple[Specialisation, int], Any] = {}
+_loaded: dict[tuple[Compilation, int], Any] = {}
 _loading = Lock()
 
 
-def _load(specialisation: Specialisation, device: int) -> int:
+def _load(specialisation: Compilation, device: int) -> int:
     key = (specialisation, device)
     with _loading:
         if key not in _loaded:
@@ -405,8 +433,9 @@ def _load(specialisation: Specialisation, device: int) -> int:
             options = ["-std=c++17"]
             options += [f"-D{name}={value}" for name, value in specialisation.macros().items()]
             with cupy.cuda.Device(device):
-                module = cupy.RawModule(code=source_text(), options=tuple(options), backend="nvrtc")
-                kernel = module.get_function("gather")
+                code = source_text(specialisation.kernel)
+                module = cupy.RawModule(code=code, options=tuple(options), backend="nvrtc")
+                kernel = module.get_function(specialisation.kernel)
                 # The module must outlive the handle.
                 _loaded[key] = (kernel.kernel.ptr, kernel, module)
         return int(_loaded[key][0])

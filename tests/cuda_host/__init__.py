@@ -26,9 +26,8 @@ import torch
 from multigather import faults
 from multigather.backends._cupy import (
     SMALL_CAPACITY,
+    Compilation,
     CudaBackend,
-    Specialisation,
-    parameter_bytes,
 )
 from multigather.backends.base import Config, KernelRunner, Refusal, Runner, row_refusals
 from multigather.bounds import raise_if_bad
@@ -51,10 +50,12 @@ def compiler() -> str | None:
 
 
 @functools.cache
-def library(specialisation: Specialisation) -> ctypes.CDLL:
+def library(specialisation: Compilation) -> ctypes.CDLL:
     """The kernel, built for these macros; builds are kept in the checkout's build folder."""
-    source = resources.files("multigather.kernels") / "gather.cu"
+    kernel = specialisation.kernel
+    source = resources.files("multigather.kernels") / f"{kernel}.cu"
     macros = [f"-D{name}={value}" for name, value in specialisation.macros().items()]
+    macros += [f"-DKERNEL={kernel}", f'-DSOURCE="{kernel}.cu"']
     with resources.as_file(source) as path:
         command = [str(compiler()), *FLAGS, *macros, f"-I{HERE}", f"-I{path.parent}"]
         texts = [each.read_text() for each in (path, HERE / "shim.h", HERE / "run.cpp")]
@@ -72,8 +73,8 @@ def library(specialisation: Specialisation) -> ctypes.CDLL:
             unfinished.replace(target)
     loaded = ctypes.CDLL(str(target))
     loaded.parameters_size.restype = ctypes.c_size_t
-    packed = parameter_bytes(specialisation.fields)
-    assert loaded.parameters_size() == packed, "the host packs another structure than gather.cu has"
+    packed = specialisation.parameter_bytes()
+    assert loaded.parameters_size() == packed, f"the host packs another structure than {kernel}.cu"
     return loaded
 
 
@@ -98,9 +99,17 @@ class HostCudaBackend(CudaBackend):
         """As many fields as the test wants in one launch."""
         return self.most_fields
 
+    def adds_on(self, device: torch.device) -> bool:
+        """Everywhere."""
+        return not self.unavailable()
+
+    def adds_vectors(self, device: torch.device) -> bool:
+        """In units of up to 16 bytes, word after word."""
+        return True
+
     def launch_of(
         self,
-        specialisation: Specialisation,
+        specialisation: Compilation,
         grid: int,
         threads: int,
         device: torch.device,
