@@ -11,6 +11,9 @@ def read_tensors(
     type: type[torch.Tensor] | None, offset: int, data_ptr: int, numel: int, /
 ) -> None: ...
 def facts_of(tensor: torch.Tensor, /) -> tuple[int, int]: ...
+def gather_rows(
+    indices: int, step: int, count: int, rows: int, fields: Sequence[int], /
+) -> bool: ...
 
 class Launch:
     def __new__(

@@ -1,8 +1,8 @@
 """The compiled extension `_native`, if this machine has it and it is wanted.
 
-It does in C what `shortcut` otherwise generates as Python, so nothing but the time of a repeated
-call depends on it. It is missing where the package was installed without a C compiler, and
-``MULTIGATHER_NATIVE=off`` leaves it alone.
+It does in C what `shortcut` otherwise generates as Python, and copies packed groups on a CPU, for
+which there are torch operations too: nothing but time depends on it. It is missing where the
+package was installed without a C compiler, and ``MULTIGATHER_NATIVE=off`` leaves it alone.
 """
 
 from __future__ import annotations

@@ -122,7 +122,8 @@ class Shortcut:
             )
         if operations != self._operations:
             self.run = self._run
-        self._buckets.add(bucket)
+        if operations:
+            self._buckets.add(bucket)
 
     def _failed(self, indices: Any, buffers: Sequence[Any]) -> tuple[torch.Tensor, ...] | None:
         """A negative or a bad index: the runner tells which, and such callers come again."""
