@@ -499,16 +499,16 @@ __device__ __forceinline__ unsigned copy_piece<Shifted>(
 // evict-first hint: what the sector holds for other fields must stay in L1 until they are loaded.
 template <typename Unit, int MOST>
 __device__ __forceinline__ void load_column(
-    Unit (&value)[MOST], const Parameters& p, unsigned first, unsigned end, unsigned column,
-    i64 row) {
+    Unit (&value)[MOST], const Parameters& p, unsigned first, unsigned end, unsigned column, i64 row,
+    bool reads) {
 #pragma unroll
     for (int j = 0; j < MOST; j++) {
         value[j] = Unit();
         if (first + j >= end) continue;
         const Field& field = p.field[first + j];
-        const char* from = field.source + (readable(row) ? row : 0) * field.source_stride;
+        const char* from = field.source + row * field.source_stride;
         IS_GLOBAL(from);
-        if (column < field.width && readable(row)) value[j] = ((const Unit*)from)[column];
+        if (column < field.width && reads) value[j] = ((const Unit*)from)[column];
     }
 }
 template <typename Unit, int MOST>
@@ -532,7 +532,9 @@ __device__ __forceinline__ void store_column(
 __device__ __forceinline__ void copy_packed(
     const Parameters& p, const Copy& copy, unsigned k, i64 position) {
     if (position >= p.count) return;
-    const i64 row = row_of(load_index(p, position), copy.rows);
+    const i64 selected = row_of(load_index(p, position), copy.rows);
+    const bool reads = readable(selected);
+    const i64 row = reads ? selected : 0;
     const unsigned n8 = copy.piece & 255, n4 = copy.piece >> 8 & 255, n2 = copy.piece >> 16 & 255;
     const unsigned end8 = k + n8, end4 = end8 + n4, end2 = end4 + n2, end = end2 + (copy.piece >> 24);
 #pragma unroll 1
@@ -543,10 +545,10 @@ __device__ __forceinline__ void copy_packed(
             unsigned four[PACKED_4];
             unsigned short two[PACKED_2];
             unsigned char one[PACKED_1];
-            load_column(eight, p, k + PACKED_8 * step, end8, column, row);
-            load_column(four, p, end8 + PACKED_4 * step, end4, column, row);
-            load_column(two, p, end4 + PACKED_2 * step, end2, column, row);
-            load_column(one, p, end2 + PACKED_1 * step, end, column, row);
+            load_column(eight, p, k + PACKED_8 * step, end8, column, row, reads);
+            load_column(four, p, end8 + PACKED_4 * step, end4, column, row, reads);
+            load_column(two, p, end4 + PACKED_2 * step, end2, column, row, reads);
+            load_column(one, p, end2 + PACKED_1 * step, end, column, row, reads);
             store_column(eight, p, k + PACKED_8 * step, end8, column, position);
             store_column(four, p, end8 + PACKED_4 * step, end4, column, position);
             store_column(two, p, end4 + PACKED_2 * step, end2, column, position);
@@ -554,7 +556,7 @@ __device__ __forceinline__ void copy_packed(
         }
     }
 #if BOUNDS == RAISE
-    if (!readable(row))
+    if (!reads)
         for (unsigned member = k; member < end; member++) report(p, position, p.field[member]);
 #endif
 }

@@ -898,8 +898,9 @@ typedef struct {
 
 enum { FIELD_NUMBERS = 5 };
 
-/* Rows that are copied of one field after the other. As few stay in the first-level cache with the
-   translations of their addresses; of more than 1024, the next field finds neither there. */
+/* Rows that are copied of one field after the other. As few as these stay in the first-level cache,
+   and the translations of their addresses too; 64 and 1024 were 5 and 20 % slower (10**6 random
+   rows of 10**7, six fields, AMD EPYC). */
 enum { ROWS_AT_ONCE = 256 };
 
 /* A loop of its own for each size, so that a copy is one load and one store. */

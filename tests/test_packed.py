@@ -44,6 +44,7 @@ def from_one_index(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Groups are read row by row however few the indices are."""
     monkeypatch.setattr(_cupy, "PACKED_FROM", 1)
     monkeypatch.setattr(_torch, "PACKED_BUCKET", 0)
+    monkeypatch.setattr(_torch, "PACKED_BUCKET_IF_LARGE", 0)
     api.forget()
     yield
     api.forget()
@@ -231,6 +232,14 @@ def test_few_indices_are_gathered_field_by_field(monkeypatch: pytest.MonkeyPatch
         assert _cupy.CudaBackend().packs(request, CudaConfig()) == together
         has_one = together and native.extension is not None
         assert _torch.TorchBackend().packs(request, _torch.TorchConfig()) == has_one
+    monkeypatch.setattr(_torch, "PACKED_BUCKET_IF_LARGE", bucket_of(50))
+    for size, together in ((9 * 32 + 1, False), (9 * 32, True)):
+        monkeypatch.setattr(_torch, "LARGE_SLAB", size)
+        has_one = together and native.extension is not None
+        request = request_for(bufs, 50)
+        assert _torch.TorchBackend().packs(request, _torch.TorchConfig()) == has_one
+        gathering = _torch.TorchConfig("gather")
+        assert not _torch.TorchBackend().packs(request, gathering)
 
 
 def test_one_kernel_for_every_unroll() -> None:
