@@ -228,7 +228,6 @@ class SelectRunner:
         Raises:
             IndexError: a row number is outside the buffers.
         """
-        assert native.extension is not None
         fields = self._request.fields
         results = {number: outs[number] if outs else self._empty(number, shape) for number in group}
         facts: list[int] = []
@@ -238,11 +237,8 @@ class SelectRunner:
             if outs:
                 stride = (flat_row_stride(out, len(shape)) or 0) * out.element_size()
             facts += (source, field.row_stride_bytes, out.data_ptr(), stride, field.row_bytes)
-        wide = rows.to(torch.int64)
-        count, step = wide.shape[0], wide.stride(0)
-        rows_there = fields[group[0]].rows
-        if not native.extension.gather_rows(wide.data_ptr(), step, count, rows_there, facts):
-            raise IndexError(f"an index is outside the {rows_there} rows of a packed group")
+        if not copy_rows(rows, fields[group[0]].rows, facts):
+            raise IndexError("an index is outside the buffers of a packed group")
         return results
 
     def _as_they_are(self, indices: torch.Tensor) -> bool:
@@ -255,6 +251,9 @@ class SelectRunner:
             return False
         if self._request.bounds == "unchecked" or not indices.numel():
             return True
+        if self._packed:
+            # In this thread: aminmax shares many indices among threads, and these wake up slowly.
+            return copy_rows(indices, self._fewest_rows, ())
         low, high = torch.aminmax(indices)
         return int(low) >= 0 and int(high) < self._fewest_rows
 
@@ -393,3 +392,16 @@ class SelectRunner:
         if torch.cuda.is_current_stream_capturing():
             return "graph", self._site.plan
         return current_stream(device.index)
+
+
+def copy_rows(indices: torch.Tensor, rows: int, facts: Sequence[int]) -> bool:
+    """Copy rows of several fields by the extension; False at an index outside ``0 .. rows - 1``.
+
+    ``facts`` are five numbers a field, see `_native.gather_rows`.
+    """
+    assert native.extension is not None
+    indices = indices.to(torch.int64)
+    valid: bool = native.extension.gather_rows(
+        indices.data_ptr(), indices.stride(0), indices.shape[0], rows, facts
+    )
+    return valid
