@@ -24,8 +24,9 @@ from cases import DTYPES, Slab, assert_gathered
 
 import multigather
 from multigather import api, dispatch
-from multigather.backends import _cupy, _triton
+from multigather.backends import _cupy, _torch, _triton
 from multigather.cache import rules, store
+from multigather.request import PACKED_BYTES
 from multigather.tuner import decide, measure, online, shapes
 
 os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")  # before torchrl reads it
@@ -271,6 +272,10 @@ def test_numbers_that_the_code_has() -> None:
     small, large = _cupy.SMALL_CAPACITY, _cupy.LARGE_CAPACITY
     told = f"{small} with 4 KiB of parameters, {large} from CUDA 12.1 on, {_triton.CAPACITY} for"
     assert told in text
+    text = (ROOT / "docs" / "packed.md").read_text()
+    assert f"from {_cupy.PACKED_FROM:,} indices on" in text
+    assert f"if the slab has {_torch.LARGE_SLAB >> 20} MB or more" in text
+    assert f"buffers of up to {PACKED_BYTES} bytes a row" in text
     text = (ROOT / "docs" / "tuning.md").read_text()
     assert f"more than {decide.MARGIN:.0%}".replace("%", " %") in text
     assert f"for about {online.SECONDS:.0f} s" in text
