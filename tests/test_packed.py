@@ -488,9 +488,13 @@ def test_few_and_many_rows_in_turn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_without_the_extension_every_field_is_selected() -> None:
+    """Unless a plan was made before."""
     packed = mg.pack(*random_buffers(9, COLUMNS))
     indices = torch.tensor([3, -1])
+    plan = mg.plan(*packed)
+    plan(indices)
     with native.without():
+        assert_gathered(plan(indices)[0], indices, packed[0])
         api.forget()
         assert mg.explain(indices, *packed).picks[0]["packed"] == ()
         for result, buffer in zip(mg.gather(indices, *packed), packed, strict=True):

@@ -29,6 +29,7 @@ FILES = {
     "test_properties.py": 1,
     "test_pieces.py": 16,
     "test_shifted.py": 30,
+    "test_packed_rows.py": 16,
 }
 TIME_LIMIT = 900
 
@@ -136,7 +137,7 @@ def test_no_sanitizer_reports_anything_of_the_extension(tmp_path: Path) -> None:
     done = run(
         *("-c", NATIVE, str(built), "-q", "-p", "no:cacheprovider", "--capture=sys"),
         *("-k", "native and not leaked", f"--junitxml={results}", f"--basetemp={tmp_path / 'tmp'}"),
-        str(HERE / "test_shortcut.py"),
+        *(str(HERE / file) for file in ("test_shortcut.py", "test_packed.py")),
     )
     assert "Sanitizer" not in done.stderr, done.stderr
     assert "runtime error" not in done.stderr, done.stderr

@@ -128,6 +128,8 @@ class SelectRunner:
     def __init__(self, request: Request, config: TorchConfig, site: Site, packs: bool) -> None:
         self._request = request
         self._packed = request.packed if packs else ()
+        # Of the extension that there is now: `native.without` may be around a call.
+        self._gather_rows = native.extension.gather_rows if packs else None
         elements = torch.gather if config.elements == "gather" else index_select
         self._operations: list[Callable[..., torch.Tensor]] = [
             index_select if field.row_shape else elements for field in request.fields
@@ -237,9 +239,20 @@ class SelectRunner:
             if outs:
                 stride = (flat_row_stride(out, len(shape)) or 0) * out.element_size()
             facts += (source, field.row_stride_bytes, out.data_ptr(), stride, field.row_bytes)
-        if not copy_rows(rows, fields[group[0]].rows, facts):
+        if not self._copy_rows(rows, fields[group[0]].rows, facts):
             raise IndexError("an index is outside the buffers of a packed group")
         return results
+
+    def _copy_rows(self, indices: torch.Tensor, rows: int, facts: Sequence[int]) -> bool:
+        """Copy rows of several fields; False at an index outside ``0 .. rows - 1``.
+
+        ``facts`` are five numbers a field, see `_native.gather_rows`.
+        """
+        assert self._gather_rows is not None
+        indices = indices.to(torch.int64)
+        address, step, count = indices.data_ptr(), indices.stride(0), indices.shape[0]
+        valid: bool = self._gather_rows(address, step, count, rows, facts)
+        return valid
 
     def _as_they_are(self, indices: torch.Tensor) -> bool:
         """Whether each index is a row number of every buffer, as far as a CPU can tell at once.
@@ -253,7 +266,7 @@ class SelectRunner:
             return True
         if self._packed:
             # In this thread: aminmax shares many indices among threads, and these wake up slowly.
-            return copy_rows(indices, self._fewest_rows, ())
+            return self._copy_rows(indices, self._fewest_rows, ())
         low, high = torch.aminmax(indices)
         return int(low) >= 0 and int(high) < self._fewest_rows
 
@@ -392,16 +405,3 @@ class SelectRunner:
         if torch.cuda.is_current_stream_capturing():
             return "graph", self._site.plan
         return current_stream(device.index)
-
-
-def copy_rows(indices: torch.Tensor, rows: int, facts: Sequence[int]) -> bool:
-    """Copy rows of several fields by the extension; False at an index outside ``0 .. rows - 1``.
-
-    ``facts`` are five numbers a field, see `_native.gather_rows`.
-    """
-    assert native.extension is not None
-    indices = indices.to(torch.int64)
-    valid: bool = native.extension.gather_rows(
-        indices.data_ptr(), indices.stride(0), indices.shape[0], rows, facts
-    )
-    return valid
