@@ -10,6 +10,7 @@
 //   BOUNDS      0 raise, 1 fill, 2 clip, 3 unchecked
 //   WIDE        1 where a field has 2^31 copy units or more, so that unit numbers need 64 bits
 //   SHIFTED     1 where a field is copied shifted, which needs more registers
+//   PACKED      1 where fields are copied as columns of one slab, row by row
 //   THREADS     threads per block
 //   UNROLL      units in flight per thread: all loads are issued before the first store
 //   STREAMING   1 to load and store with evict-first hints (tables and outputs far beyond L2)
@@ -30,6 +31,11 @@
 // of the buffer: windows there are copied byte by byte, and so are the ends of rows between gaps. Of
 // a window that reaches past an end of its destination row, only the row's bytes are stored.
 //
+// Fields that lie as the columns of one slab do, a *packed group*, are copied together: a thread
+// copies one row of all of them. Its first load brings the row's memory sector, and the others find
+// it in L1. In tiles of their own each field would fetch that sector from memory anew. Nothing relies
+// on the fields' really being in one slab: each has its own addresses and strides.
+//
 // Nothing here uses shared memory or a barrier: the same file, compiled as C++ behind a small shim
 // for the CUDA names, runs block after block and thread after thread on a CPU (tests/cuda_host).
 
@@ -48,7 +54,14 @@ typedef long long i64;
 // Kinds of fields: the binary logarithm of a copy unit's bytes, 0 to 4, or one of these.
 #define EMPTY_ROWS 5   // rows of no bytes, only checked
 #define SHIFTED_ROWS 6 // copied in windows
+#define PACKED_ROWS 7  // the first field of a packed group; the others follow it and have no tiles
 #define BY_WARPS 8     // added where a warp copies one piece of one row
+
+// Units of 8, 4, 2 and 1 bytes of different fields that a thread of a packed group has in flight.
+#define PACKED_8 4
+#define PACKED_4 8
+#define PACKED_2 4
+#define PACKED_1 4
 
 // A launch finds its parameters in no cache, and the constant cache fetches one line of 64 bytes
 // after the other. So what is read together lies together: the first tiles of 16 fields are a line,
@@ -64,12 +77,16 @@ struct Field {
                              // its pieces; where WIDE, the low half of their number
     unsigned magic;          // 32-bit division by parts: (umulhi(n, magic) + n) >> shift; where WIDE,
                              // the high half of their number
-    unsigned width;          // of a row: by warps its copy units, shifted its bytes (below 2^30)
+    unsigned width;          // of a row: by warps or packed its copy units, shifted its bytes (below
+                             // 2^30)
     unsigned piece;          // by warps: copy units of a piece, at most 32 * UNROLL
     unsigned buffer;         // position among the caller's buffers, for error reports
     unsigned short shift;
     unsigned short kind;
 };
+// The first field of a packed group describes all of it. The fields follow it by the size of their
+// copy units, 8, 4, 2 and 1 bytes: `piece` has the number of each, from its low byte on; `magic` is
+// the number of steps that copy all fields, `shift` the most copy units that a row of one has.
 
 struct Parameters {
     const INDEX* indices;
@@ -477,6 +494,74 @@ __device__ __forceinline__ unsigned copy_piece<Shifted>(
 }
 #endif
 
+#if PACKED
+// Loads unit number `column` of a row of fields first .. end - 1, at most MOST. Not with the
+// evict-first hint: what the sector holds for other fields must stay in L1 until they are loaded.
+template <typename Unit, int MOST>
+__device__ __forceinline__ void load_column(
+    Unit (&value)[MOST], const Parameters& p, unsigned first, unsigned end, unsigned column, i64 row,
+    bool reads) {
+#pragma unroll
+    for (int j = 0; j < MOST; j++) {
+        value[j] = Unit();
+        if (first + j >= end) continue;
+        const Field& field = p.field[first + j];
+        const char* from = field.source + row * field.source_stride;
+        IS_GLOBAL(from);
+        if (column < field.width && reads) value[j] = ((const Unit*)from)[column];
+    }
+}
+template <typename Unit, int MOST>
+__device__ __forceinline__ void store_column(
+    const Unit (&value)[MOST], const Parameters& p, unsigned first, unsigned end, unsigned column,
+    i64 position) {
+#pragma unroll
+    for (int j = 0; j < MOST; j++) {
+        if (first + j >= end) continue;
+        const Field& field = p.field[first + j];
+        char* target = field.destination + position * field.destination_stride;
+        IS_GLOBAL(target);
+        if (column < field.width) store((Unit*)target + column, value[j]);
+    }
+}
+
+// Copies one row of every field of the group that begins with field k. All loads of a step are issued
+// before its first store: as many units of each size as a sector or, of the small ones, most groups
+// have. They have registers of their own by size; in common ones, each load of 1 or 2 bytes would wait
+// until the other is ruled out (sm_90, CUDA 13.0).
+__device__ __forceinline__ void copy_packed(
+    const Parameters& p, const Copy& copy, unsigned k, i64 position) {
+    if (position >= p.count) return;
+    const i64 selected = row_of(load_index(p, position), copy.rows);
+    const bool reads = readable(selected);
+    const i64 row = reads ? selected : 0;
+    const unsigned n8 = copy.piece & 255, n4 = copy.piece >> 8 & 255, n2 = copy.piece >> 16 & 255;
+    const unsigned end8 = k + n8, end4 = end8 + n4, end2 = end4 + n2, end = end2 + (copy.piece >> 24);
+#pragma unroll 1
+    for (unsigned step = 0; step < copy.magic; step++) {
+#pragma unroll 1
+        for (unsigned column = 0; column < copy.shift; column++) {
+            u64 eight[PACKED_8];
+            unsigned four[PACKED_4];
+            unsigned short two[PACKED_2];
+            unsigned char one[PACKED_1];
+            load_column(eight, p, k + PACKED_8 * step, end8, column, row, reads);
+            load_column(four, p, end8 + PACKED_4 * step, end4, column, row, reads);
+            load_column(two, p, end4 + PACKED_2 * step, end2, column, row, reads);
+            load_column(one, p, end2 + PACKED_1 * step, end, column, row, reads);
+            store_column(eight, p, k + PACKED_8 * step, end8, column, position);
+            store_column(four, p, end8 + PACKED_4 * step, end4, column, position);
+            store_column(two, p, end4 + PACKED_2 * step, end2, column, position);
+            store_column(one, p, end2 + PACKED_1 * step, end, column, position);
+        }
+    }
+#if BOUNDS == RAISE
+    if (!reads)
+        for (unsigned member = k; member < end; member++) report(p, position, p.field[member]);
+#endif
+}
+#endif
+
 #if SHIFTED
 #define IF_SHIFTED(...) __VA_ARGS__
 #else
@@ -508,6 +593,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather(const __grid_consta
         if (k + step < FIELDS && blockIdx.x >= p.first_tile[k + step]) k += step;
 #endif
     const Copy copy = copy_of(p, k);
+#if PACKED
+    if (copy.kind == PACKED_ROWS) {
+        copy_packed(p, copy, k, (i64)(blockIdx.x - p.first_tile[k]) * THREADS + threadIdx.x);
+        return;
+    }
+#endif
     const Count tile = (Count)(blockIdx.x - p.first_tile[k]);
     const Count base = tile * (Count)(THREADS * UNROLL) + threadIdx.x;
     const Count warp = tile * (Count)(THREADS / 32) + threadIdx.x / 32;

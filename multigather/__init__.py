@@ -7,6 +7,7 @@ from .api import explain, gather, load_tuning
 from .dispatch import BackendStatus, Explanation, backends
 from .errors import NotTunedError, UnsupportedError
 from .faults import check
+from .packed import alloc, pack
 from .plan import Plan, plan
 
 __version__ = "0.1.0"
@@ -18,10 +19,12 @@ __all__ = [
     "Plan",
     "UnsupportedError",
     "__version__",
+    "alloc",
     "backends",
     "check",
     "explain",
     "gather",
     "load_tuning",
+    "pack",
     "plan",
 ]

@@ -391,18 +391,9 @@ def _make(
         raise ValueError(
             f"backend must be None or one of {', '.join(map(repr, BACKEND_NAMES))}, got {backend!r}"
         )
-    labels = _labels(bufs, leaves)
+    labels = labels_of(bufs, leaves)
     for tensor, label in zip(tensors, labels, strict=True):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"{label} must be a torch.Tensor, an array, None or a container of them, "
-                f"got {type(tensor).__name__}; {_remedy(tensor)}"
-            )
-        _check_strided(tensor, label)
-        if tensor.dim() == 0:
-            raise ValueError(
-                f"{label} has no dimensions, so no rows to gather; give it one with .reshape(1)"
-            )
+        check_buffer(tensor, label)
     if not tensors:
         return None
     device, host_memory = _devices(indices, tensors, labels)
@@ -421,6 +412,25 @@ def _make(
                 _executables.pop(next(iter(_executables)))
             executable = _executables.setdefault(key, executable)
     return executable
+
+
+def check_buffer(buffer: Any, label: str) -> None:
+    """Refuse what is no buffer.
+
+    Raises:
+        TypeError: it is no dense strided tensor.
+        ValueError: it has no rows dimension.
+    """
+    if not isinstance(buffer, torch.Tensor):
+        raise TypeError(
+            f"{label} must be a torch.Tensor, an array, None or a container of them, "
+            f"got {type(buffer).__name__}; {_remedy(buffer)}"
+        )
+    _check_strided(buffer, label)
+    if buffer.dim() == 0:
+        raise ValueError(
+            f"{label} has no dimensions, so no rows to gather; give it one with .reshape(1)"
+        )
 
 
 def _remedy(item: Any) -> str:
@@ -451,7 +461,7 @@ def _check_strided(tensor: torch.Tensor, label: str) -> None:
         )
 
 
-def _labels(bufs: tuple[Any, ...], leaves: list[Any]) -> tuple[str, ...]:
+def labels_of(bufs: tuple[Any, ...], leaves: list[Any]) -> tuple[str, ...]:
     """The name of each tensor in the call, such as ``bufs[2]`` or ``bufs[0]['obs']``."""
     labels = containers.labels(bufs)
     return tuple(label for label, leaf in zip(labels, leaves, strict=True) if leaf is not None)
@@ -467,10 +477,12 @@ def _check_memory(tensors: list[torch.Tensor], labels: tuple[str, ...]) -> None:
             )
 
 
-def _devices(
-    indices: torch.Tensor, tensors: list[torch.Tensor], labels: tuple[str, ...]
-) -> tuple[torch.device, bool]:
-    """Where the gather runs, and whether the buffers lie in pinned host memory."""
+def common_device(tensors: Sequence[torch.Tensor], labels: Sequence[str]) -> torch.device:
+    """The device of all buffers.
+
+    Raises:
+        ValueError: they are on different ones.
+    """
     device = tensors[0].device
     for tensor, label in zip(tensors, labels, strict=True):
         if tensor.device != device:
@@ -478,6 +490,14 @@ def _devices(
                 f"all buffers must be on one device: {labels[0]} is on {device}, {label} is on "
                 f"{tensor.device}; move one with .to()"
             )
+    return device
+
+
+def _devices(
+    indices: torch.Tensor, tensors: list[torch.Tensor], labels: tuple[str, ...]
+) -> tuple[torch.device, bool]:
+    """Where the gather runs, and whether the buffers lie in pinned host memory."""
+    device = common_device(tensors, labels)
     if indices.device == device:
         return device, False
     if indices.device.type == "cpu" and device.type == "cuda":

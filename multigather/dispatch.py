@@ -293,7 +293,8 @@ class Explanation:
 
     Attributes:
         request: text of the request.
-        picks: per pick, backend, knobs, origin and the labels of its buffers.
+        picks: per pick, backend, knobs, origin, the labels of its buffers, and of those that are
+            read together as the columns of a slab.
         refused: per backend that did not take everything, why.
         searched: what the search for measured winners looked at, a line each.
     """
@@ -308,6 +309,8 @@ class Explanation:
         for pick in self.picks:
             lines.append(f"  runs on {pick['backend']} ({pick['config']})")
             lines.append(f"    buffers: {', '.join(pick['buffers'])}")
+            for together in pick["packed"]:
+                lines.append(f"    read row by row, as columns of a slab: {', '.join(together)}")
             lines.append(f"    chosen by: {pick['origin']}")
         for backend, reasons in self.refused.items():
             lines += [f"  not {backend}: {reason}" for reason in reasons]
@@ -337,11 +340,21 @@ def explain(request: Request, name: str | None, site: Site) -> Explanation:
                 "config": pick.config.describe(),
                 "origin": pick.origin,
                 "buffers": tuple(site.label(field) for field in pick.fields),
+                "packed": _packed(request, pick, site),
             }
             for pick in picks
         ),
         refused={name: tuple(reasons) for name, reasons in refused.items()},
         searched=_searched(request),
+    )
+
+
+def _packed(request: Request, pick: Pick, site: Site) -> tuple[tuple[str, ...], ...]:
+    part = request.subset(pick.fields)
+    if not pick.backend.packs(part, pick.config):
+        return ()
+    return tuple(
+        tuple(site.label(pick.fields[number]) for number in group) for group in part.packed
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,6 +21,13 @@ INDEX_DTYPES = (
     torch.uint32,
     torch.uint64,
 )
+
+# Rows of so many bytes may be part of a packed group: more than a sector of one field gains nothing
+# from its neighbours. A thread copies a row unit after unit, so it has few of them.
+PACKED_BYTES = 32
+PACKED_UNITS = 8
+# Fields of one group: those of several sectors gain as little.
+PACKED_FIELDS = 32
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,11 @@ class Request:
         """Bytes that one index gathers from all fields together."""
         return sum(field.row_bytes for field in self.fields)
 
+    @cached_property
+    def packed(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the fields of each packed group, see `packed_groups`."""
+        return packed_groups(self.fields)
+
     def subset(self, numbers: tuple[int, ...]) -> Request:
         """The same request for the fields with these numbers only."""
         return dataclasses.replace(self, fields=tuple(self.fields[number] for number in numbers))
@@ -101,6 +114,29 @@ class Site:
     def label(self, field: int) -> str:
         """Name of a field's buffer."""
         return self.labels[self.numbers[field]]
+
+
+def packed_groups(fields: Sequence[Field]) -> tuple[tuple[int, ...], ...]:
+    """Numbers of the fields that lie as the columns of one slab do, a group per slab.
+
+    They have narrow rows, as many of them and the same distance from row to row, which has room for
+    all. Layouts alone decide, so separate buffers with gaps may look like a slab: it is a hint how
+    to read, and nothing may rely on it.
+    """
+    groups: dict[tuple[int, int], list[list[int]]] = {}
+    for number, field in enumerate(fields):
+        stride = field.row_stride_bytes
+        narrow = 0 < field.row_bytes <= min(PACKED_BYTES, stride - 1)
+        if not narrow or not field.contiguous_rows:
+            continue
+        if field.row_bytes > PACKED_UNITS * field.unit_bytes:
+            continue
+        found = groups.setdefault((field.rows, stride), [[]])
+        used = sum(fields[member].row_bytes for member in found[-1])
+        if used + field.row_bytes > stride or len(found[-1]) == PACKED_FIELDS:
+            found.append([])
+        found[-1].append(number)
+    return tuple(tuple(group) for found in groups.values() for group in found if len(group) > 1)
 
 
 def power_of_two_divisor(*values: int) -> int:

@@ -66,7 +66,9 @@ class RowLayout:
             offsets[number] = end
             end += columns[number].row_bytes
         if end <= SECTOR:
-            stride = 1 << (end - 1).bit_length() if end else 0
+            # A field of no bytes has elements all the same, and torch's strides count them.
+            widest = max((column.dtype.itemsize for column in columns), default=0)
+            stride = max(1 << (end - 1).bit_length() if end else 0, widest)
         else:
             stride = -(-end // UNIT) * UNIT
         return cls(tuple(columns), tuple(offsets), stride)

@@ -4,9 +4,9 @@
     python tests/fuzz.py --device cuda --backend cupy --cases 100000 --processes 16
 
 A case is a few buffers and a series of calls that gather from them: buffers of every type, with
-gaps between rows, expanded, transposed, misaligned or empty; indices of every type, shape and
-stride, valid, negative and bad; every bounds mode; through `gather`, a plan and ``out=``. The calls
-of a case share their buffers, because most of the code in a repeated call is for the repetition.
+gaps between rows, expanded, transposed, misaligned, packed or empty; indices of every type, shape
+and stride, valid, negative and bad; every bounds mode; through `gather`, a plan and ``out=``. The
+calls of a case share their buffers, because most of the code in a repeated call is for repetition.
 Some calls are misused in one place, by a wrong type, shape, device or option: these must be refused
 by the documented exception, with nothing written into ``out=``. A case that fails is made smaller
 as long as it fails, and printed as a command.
@@ -15,6 +15,7 @@ as long as it fails, and printed as a command.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import operator
@@ -36,7 +37,8 @@ import numpy
 import torch
 
 import multigather
-from multigather import dispatch
+from multigather import api, dispatch
+from multigather.backends import _cupy, _torch
 
 DTYPES = (
     "uint8", "int8", "bool", "int16", "bfloat16", "float16", "int32", "float32", "int64", "float64",
@@ -130,17 +132,17 @@ MISUSES: dict[str, tuple[type[Exception], Callable[[Arguments], None]]] = {
 def make(draw: random.Random, transposed: bool) -> Case:
     """A random case; ``transposed`` allows rows that are not contiguous."""
     buffers = []
+    # Of as many rows, for they share a slab; in a third of the cases, most buffers.
+    packed_rows = draw.choice((1, 2, 5, 33, 100))
+    packing = 0.8 if draw.random() < 0.3 else 0.0
     for _ in range(draw.choice((1, 1, 2, 3, 5, 9))):
         sizes = (1, 2, 3, 7, 16, 33) if draw.random() < 0.9 else (0, 1, 100)
         shape = [draw.choice(sizes) for _ in range(draw.choice((0, 0, 1, 1, 2)))]
         layouts = (*LAYOUTS, "transposed") if transposed and len(shape) == 2 else LAYOUTS
-        buffers.append(
-            {
-                "dtype": draw.choice(DTYPES),
-                "shape": [draw.choice((1, 2, 5, 33, 100)), *shape],
-                "layout": draw.choice(layouts),
-            }
-        )
+        rows, layout = draw.choice((1, 2, 5, 33, 100)), draw.choice(layouts)
+        if draw.random() < packing:
+            rows, layout = packed_rows, "packed"
+        buffers.append({"dtype": draw.choice(DTYPES), "shape": [rows, *shape], "layout": layout})
     bounds = draw.choice(BOUNDS)
     dtype = draw.choice(INDEX_DTYPES[:2] if draw.random() < 0.6 else INDEX_DTYPES)
     rows = min(buffer["shape"][0] for buffer in buffers)
@@ -167,11 +169,35 @@ def make(draw: random.Random, transposed: bool) -> Case:
     return {"buffers": buffers, "bounds": bounds, "dtype": dtype, "calls": calls}
 
 
+@contextlib.contextmanager
+def packed_from_one_index() -> Iterator[None]:
+    """Packed buffers are read row by row however few the indices are."""
+    before = _cupy.PACKED_FROM, _torch.PACKED_BUCKET
+    _cupy.PACKED_FROM, _torch.PACKED_BUCKET = 1, 0
+    api.forget()
+    try:
+        yield
+    finally:
+        _cupy.PACKED_FROM, _torch.PACKED_BUCKET = before
+        api.forget()
+
+
 def run(case: Case, device: str, backend: str | None) -> str | None:
     """Make the calls of a case; what went wrong, or None."""
+    if any(spec["layout"] == "packed" for spec in case["buffers"]):
+        with packed_from_one_index():
+            return run_calls(case, device, backend)
+    return run_calls(case, device, backend)
+
+
+def run_calls(case: Case, device: str, backend: str | None) -> str | None:
+    """`run` with things as they are."""
     content = numpy.random.default_rng(0)
     pairs = [buffer_of(spec, content, device) for spec in case["buffers"]]
     buffers = [buffer for buffer, _ in pairs]
+    together = [k for k, spec in enumerate(case["buffers"]) if spec["layout"] == "packed"]
+    for k, view in zip(together, multigather.pack(*(buffers[k] for k in together)), strict=True):
+        buffers[k] = view
     options = {"bounds": case["bounds"], "backend": backend}
     plan = multigather.plan(*buffers, **options)
     for number, call in enumerate(case["calls"]):

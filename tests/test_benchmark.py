@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,6 +118,19 @@ def test_series_cover_what_they_say(device: torch.device) -> None:
 def test_sector_bytes(shape: tuple[int, ...], dtype: torch.dtype, expected: float) -> None:
     one = workloads.Workload("one", 9, 9, (10,), (10,), ((shape, dtype),))
     assert sweep.sector_bytes(one, 10) == round(10 * (8 + expected))
+
+
+def test_packed_columns() -> None:
+    """The same values in one slab, of which a row is a sector."""
+    (each,) = (each for each in workloads.WORKLOADS if each.packed)
+    small = dataclasses.replace(each, cpu_rows=50)
+    packed, separate = (
+        dataclasses.replace(small, packed=packed).buffers(torch.device("cpu"))
+        for packed in (True, False)
+    )
+    assert len({buffer.untyped_storage().data_ptr() for buffer in packed}) == 1
+    assert all(map(torch.equal, packed, separate))
+    assert sweep.sector_bytes(small, 10) == 10 * (8 + 32 + 27)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ Each test prints a table of registers and spills, shown with ``-s`` or on failur
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import functools
 import importlib.util
@@ -29,11 +30,13 @@ from multigather.backends._cupy import (
     CONFIGS,
     INDEX_TYPES,
     LARGE_CAPACITY,
+    PACKED_IN_FLIGHT,
     SMALL_CAPACITY,
     Compilation,
     CudaConfig,
     Specialisation,
     capacity_for,
+    for_packed,
     parameter_bytes,
     source_text,
 )
@@ -222,11 +225,12 @@ def describe(specialisation: Specialisation) -> str:
         f"{specialisation.fields} fields, {specialisation.index_dtype}, {specialisation.bounds}, "
         f"{'64' if specialisation.wide else '32'}-bit units, {specialisation.config.describe()}"
         f"{', shifted' if specialisation.shifted else ''}"
+        f"{', packed' if specialisation.packed else ''}"
     )
 
 
 def covering_set() -> list[Specialisation]:
-    """Each bounds mode in both widths, with shifted copies and without; every type, table size."""
+    """Each bounds mode in both widths, with shifted or packed copies; every type, table size."""
     shapes = [(bounds, wide) for bounds in BOUNDS for wide in (False, True)]
     dtypes = itertools.cycle(INDEX_TYPES)
     fields = itertools.cycle((1, 8, 16, SMALL_CAPACITY, LARGE_CAPACITY))
@@ -239,8 +243,9 @@ def covering_set() -> list[Specialisation]:
             wide,
             replace(USUAL, streaming=next(streaming)),
             shifted,
+            packed,
         )
-        for shifted in (False, True)
+        for shifted, packed in ((False, False), (True, False), (False, True))
         for bounds, wide in shapes
     ]
 
@@ -250,9 +255,10 @@ def test_compiles_for_every_architecture(architecture: int) -> None:
     """Every macro value compiles without a warning, and at most a few registers are spilled."""
     chosen = covering_set()
     assert {each.index_dtype for each in chosen} == set(INDEX_TYPES)
-    assert {(each.bounds, each.wide, each.shifted) for each in chosen} == {
-        *itertools.product(BOUNDS, (False, True), (False, True))
-    }
+    for kind in ("shifted", "packed"):
+        assert {(each.bounds, each.wide, getattr(each, kind)) for each in chosen} == {
+            *itertools.product(BOUNDS, (False, True), (False, True))
+        }
     for each, result in zip(chosen, compile_all(chosen, architecture), strict=True):
         _, stores, loads = result.stack
         assert stores + loads <= SPILL_LIMIT, f"spills: {describe(each)}"
@@ -279,6 +285,18 @@ def test_no_config_spills(shifted: bool) -> None:
             assert max(frame, stores, loads) <= SPILL_LIMIT, f"spills: {describe(each)}"
         else:
             assert (frame, stores, loads) == (0, 0, 0), f"uses the stack: {describe(each)}"
+
+
+def test_no_packed_config_spills() -> None:
+    """A launch of packed groups alone has one unit in flight per thread beside its row."""
+    chosen = [
+        Specialisation(4, torch.int64, "raise", False, for_packed(config), packed=True)
+        for config in CONFIGS
+    ]
+    for each, result in zip(chosen, compile_all(chosen, CLOSE), strict=True):
+        assert result.stack == (0, 0, 0), f"uses the stack: {describe(each)}"
+        # A thousand threads per multiprocessor.
+        assert result.registers <= 64, f"too many registers: {describe(each)}"
 
 
 def test_no_mode_and_index_type_spills() -> None:
@@ -432,3 +450,25 @@ def test_scatter_add_uses_the_widest_additions(architecture: int, tmp_path: Path
         assert {"F32x4", "F16x8", "BF16x8", "F32x2", "F16x4", "BF16x4", "F64"} <= kinds, found
     else:
         assert {"F32", "F16x2", "F64"} <= kinds, found
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["plain", "streaming"])
+@pytest.mark.parametrize("bounds", BOUNDS)
+def test_packed_accesses_are_in_flight_together(
+    bounds: str, streaming: bool, tmp_path: Path
+) -> None:
+    """All loads of a step come before its first store, and none has the evict-first hint."""
+    config = CudaConfig(256, 1, streaming)
+    specialisation = Specialisation(8, torch.int64, bounds, False, config, packed=True)
+    found = operations(compile_one(specialisation, CLOSE).cubin, tmp_path)
+    touching = [name for name in found if re.match(r"LDG|STG|CALL|ATOM|LDL|STL", name)]
+    slots = sum(PACKED_IN_FLIGHT.values())
+    kinds = [(kind, list(group)) for kind, group in itertools.groupby(touching, lambda k: k[:3])]
+    (at,) = [k for k, (kind, group) in enumerate(kinds) if kind == "STG" and len(group) == slots]
+    loads, stores = kinds[at - 1][1][-slots:], kinds[at][1]
+    expected = {"64": 4, "": 8, "U16": 4, "U8": 4}
+    for names in (loads, stores):
+        widths = [name.split(".")[-1] if name.count(".") > 1 else "" for name in names]
+        assert collections.Counter(each.replace("EF", "") for each in widths) == expected, names
+    assert not any("EF" in name for name in loads)
+    assert all(("EF" in name) == streaming for name in stores)

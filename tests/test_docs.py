@@ -26,6 +26,7 @@ import multigather
 from multigather import api, dispatch, native
 from multigather.backends import _cupy, _triton
 from multigather.cache import rules, store
+from multigather.request import PACKED_BYTES
 from multigather.tuner import decide, measure, online, shapes
 
 os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")  # before torchrl reads it
@@ -271,6 +272,9 @@ def test_numbers_that_the_code_has() -> None:
     small, large = _cupy.SMALL_CAPACITY, _cupy.LARGE_CAPACITY
     told = f"{small} with 4 KiB of parameters, {large} from CUDA 12.1 on, {_triton.CAPACITY} for"
     assert told in text
+    text = (ROOT / "docs" / "packed.md").read_text()
+    assert f"from {_cupy.PACKED_FROM:,} indices on" in text
+    assert f"buffers of up to {PACKED_BYTES} bytes a row" in text
     text = (ROOT / "docs" / "tuning.md").read_text()
     assert f"more than {decide.MARGIN:.0%}".replace("%", " %") in text
     assert f"for about {online.SECONDS:.0f} s" in text

@@ -43,7 +43,7 @@ def test_cases_reach_what_they_should() -> None:
     buffers = [buffer for case in cases for buffer in case["buffers"]]
     calls = [call for case in cases for call in case["calls"]]
     assert {buffer["dtype"] for buffer in buffers} == set(fuzz.DTYPES)
-    assert {buffer["layout"] for buffer in buffers} == {*fuzz.LAYOUTS, "transposed"}
+    assert {buffer["layout"] for buffer in buffers} == {*fuzz.LAYOUTS, "transposed", "packed"}
     assert {case["dtype"] for case in cases} == set(fuzz.INDEX_DTYPES)
     assert {case["bounds"] for case in cases} == set(fuzz.BOUNDS)
     assert {call["way"] for call in calls} == set(fuzz.WAYS)

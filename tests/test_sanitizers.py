@@ -30,6 +30,7 @@ FILES = {
     "test_pieces.py": 16,
     "test_shifted.py": 30,
     "test_scatter_add.py": 45,
+    "test_packed_rows.py": 16,
 }
 TIME_LIMIT = 900
 
@@ -151,7 +152,7 @@ def test_no_sanitizer_reports_anything_of_the_extension(extension: Path, tmp_pat
     done = run(
         *("-c", LOAD + TESTS, str(extension), "-q", "-p", "no:cacheprovider", "--capture=sys"),
         *("-k", CHOSEN, f"--junitxml={results}", f"--basetemp={tmp_path / 'tmp'}"),
-        *(str(HERE / file) for file in (*FILES, "test_shortcut.py", "test_native.py")),
+        *(str(HERE / file) for file in (*FILES, "test_shortcut.py", "test_native.py", "test_packed.py")),
     )
     assert "Sanitizer" not in done.stderr, done.stderr
     assert "runtime error" not in done.stderr, done.stderr

@@ -12,7 +12,7 @@ import importlib.util
 import itertools
 import struct
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, ClassVar, Protocol
 
@@ -78,8 +78,15 @@ WIDE_FROM = 2**31
 # Kinds of fields beside the copy units of 1 << 0 to 1 << 4 bytes, as in gather.cu.
 EMPTY = 5
 SHIFTED = 6
+PACKED = 7
 BY_WARPS = 8
 WARP = 32
+# Units of a packed group that a thread has in flight, by their binary logarithm, as in gather.cu.
+PACKED_IN_FLIGHT = {3: 4, 2: 8, 1: 4, 0: 4}
+# Packed groups are copied row by row from so many indices on. An H200 has about 10**5 sectors in
+# flight, so fewer come all at once anyway, and blocks of one field start sooner: each reads one
+# entry of the parameters, not one after the other. Reckoned, not measured.
+PACKED_FROM = 2**14
 # Rows with copy units of so many bytes are copied shifted from so many bytes per row on: an H200
 # copies about 0.5e12 units per second whatever their width, with units of 1 byte an eighth of its
 # memory rate. Windows and their words take about three times the work of a plain unit.
@@ -165,6 +172,7 @@ class Specialisation:
     wide: bool
     config: CudaConfig
     shifted: bool = False
+    packed: bool = False
 
     def macros(self) -> dict[str, str]:
         """Macro names and values."""
@@ -177,6 +185,7 @@ class Specialisation:
             "BOUNDS": str(BOUNDS[self.bounds]),
             "WIDE": str(int(self.wide)),
             "SHIFTED": str(int(self.shifted)),
+            "PACKED": str(int(self.packed)),
             "THREADS": str(self.config.threads),
             "UNROLL": str(self.config.unroll),
             "STREAMING": str(int(self.config.streaming)),
@@ -242,7 +251,15 @@ class CudaBackend:
         fields = request.fields
         capacity = capacity_for(min(len(fields), SMALL_CAPACITY), SMALL_CAPACITY)
         shifted = any(units_of(each, new_destination(each))[0] == SHIFTED for each in fields)
-        return capacity, shifted, request.index_dtype, request.bounds, config
+        assert isinstance(config, CudaConfig)
+        packed = self.packs(request, config)
+        if packed and sum(map(len, request.packed)) == len(fields):
+            config = for_packed(config)
+        return capacity, shifted, packed, request.index_dtype, request.bounds, config
+
+    def packs(self, request: Request, config: Config) -> bool:
+        """See `base.Backend.packs`."""
+        return request.count >= PACKED_FROM and bool(request.packed)
 
     def config_from(self, knobs: dict[str, Any]) -> CudaConfig:
         """See `base.Backend.config_from`."""
@@ -303,7 +320,10 @@ class Work:
         parts: copy units or pieces per row.
         parts_per_tile: parts that a thread block copies.
         width: copy units, or bytes if shifted, of a row; 0 where the kernel does not ask.
-        piece: copy units per piece.
+        piece: copy units per piece; for the first field of a packed group, the numbers of fields by
+            the size of their units.
+        steps: in which a thread copies a row of a packed group; of its first field only.
+        columns: most units of a row in a packed group; of its first field only.
     """
 
     kind: int
@@ -311,6 +331,8 @@ class Work:
     parts_per_tile: int
     width: int
     piece: int
+    steps: int = 0
+    columns: int = 0
 
 
 def work_of(field: Field, destination: Destination, config: CudaConfig) -> Work:
@@ -330,6 +352,59 @@ def work_of(field: Field, destination: Destination, config: CudaConfig) -> Work:
     )
 
 
+def for_packed(config: CudaConfig) -> CudaConfig:
+    """The config for a launch of packed groups alone, of which a thread copies one row each.
+
+    More units in flight of fields that are not there would only cost registers.
+    """
+    return replace(config, unroll=1)
+
+
+def packed_works(
+    request: Request,
+    group: Sequence[int],
+    destinations: Sequence[Destination],
+    config: CudaConfig,
+) -> list[tuple[int, Work]]:
+    """`work_of` for the fields of a packed group, in the order that the kernel takes them in."""
+    units = {
+        number: min(copy_unit(request.fields[number], destinations[number]), 8) for number in group
+    }
+    order = sorted(group, key=lambda number: -units[number])
+    widths = [request.fields[number].row_bytes // units[number] for number in order]
+    counts = [list(units.values()).count(1 << kind) for kind in PACKED_IN_FLIGHT]
+    steps = [
+        -(-count // most) for count, most in zip(counts, PACKED_IN_FLIGHT.values(), strict=True)
+    ]
+    numbers = int.from_bytes(bytes(counts), "little")
+    first = Work(PACKED, 1, config.threads, widths[0], numbers, max(steps), max(widths))
+    # No tiles of their own.
+    others = [Work(PACKED, 0, config.threads, width, 0) for width in widths[1:]]
+    return list(zip(order, (first, *others), strict=True))
+
+
+def works_of(
+    request: Request,
+    numbers: Sequence[int],
+    count: int,
+    destinations: Sequence[Destination],
+    config: CudaConfig,
+) -> list[tuple[int, Work]]:
+    """How to divide the rows of each field of a launch, in the order of its table."""
+    group_of = {number: group for group in request.packed for number in group}
+    if count < PACKED_FROM:
+        group_of.clear()
+    works = []
+    for _, together in itertools.groupby(numbers, lambda number: group_of.get(number, (number,))):
+        group = list(together)
+        if len(group) > 1:
+            works += packed_works(request, group, destinations, config)
+        else:
+            (number,) = group
+            works.append((number, work_of(request.fields[number], destinations[number], config)))
+    return works
+
+
 def _launch_of(
     backend: CudaBackend,
     request: Request,
@@ -342,8 +417,11 @@ def _launch_of(
     destinations: Sequence[Destination],
 ) -> Any:
     """The launch of some fields, see `base.KernelRunner`."""
-    works = [work_of(request.fields[number], destinations[number], config) for number in numbers]
+    table = works_of(request, numbers, count, destinations, config)
+    works = [work for _, work in table]
     kinds = [work.kind for work in works]
+    if all(kind == PACKED for kind in kinds):
+        config = for_packed(config)
     tile = config.threads * config.unroll
     wide = max(work.parts for work in works) * count + tile >= WIDE_FROM
     tiles = [-(-count * work.parts // work.parts_per_tile) for work in works]
@@ -361,19 +439,22 @@ def _launch_of(
         wide,
         config,
         any(kind & ~BY_WARPS == SHIFTED for kind in kinds),
+        PACKED in kinds,
     )
     board = faults.board_of(request.device).address if request.bounds == "raise" else 0
     # struct Parameters of gather.cu, its addresses still 0.
     parameters = bytearray(struct.pack("=QqqQQ8x", 0, index_stride, count, board, site.plan))
-    places = [0]
     starts = [0, *itertools.accumulate(tiles[:-1])]
     starts += [NO_TILE] * (room_for_starts(capacity) - len(starts))
     parameters += struct.pack(f"={len(starts)}I", *starts)
-    for place, number in enumerate(numbers):
-        places += (len(parameters), len(parameters) + 8)
+    place_of: dict[int, int] = {}
+    for number, work in table:
+        place_of[number] = len(parameters)
         field = request.fields[number]
-        work = works[place]
-        magic, shift = (work.parts >> 32, 0) if wide else multiplier(work.parts)
+        if work.kind == PACKED:
+            magic, shift = work.steps, work.columns
+        else:
+            magic, shift = (work.parts >> 32, 0) if wide else multiplier(work.parts)
         parameters += struct.pack(
             "=QQqqqIIIIIHH",
             0,
@@ -390,6 +471,9 @@ def _launch_of(
             work.kind,
         )
     parameters += bytes(FIELD_BYTES * (capacity - len(numbers)))
+    places = [0]
+    for number in numbers:
+        places += (place_of[number], place_of[number] + 8)
     return backend.launch_of(
         specialisation, grid, config.threads, request.device, bytes(parameters), places
     )

@@ -81,6 +81,10 @@ class NativeBackend:
         """See `base.Backend.variant`."""
         return None
 
+    def packs(self, request: Request, config: Config) -> bool:
+        """See `base.Backend.packs`."""
+        return bool(request.packed)
+
     def config_from(self, knobs: dict[str, Any]) -> Config:
         """See `base.Backend.config_from`."""
         return config_of(NativeConfig, self.name, knobs)

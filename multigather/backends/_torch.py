@@ -88,6 +88,10 @@ class TorchBackend:
         """See `base.Backend.variant`."""
         return None
 
+    def packs(self, request: Request, config: Config) -> bool:
+        """See `base.Backend.packs`."""
+        return False
+
     def config_from(self, knobs: dict[str, Any]) -> Config:
         """See `base.Backend.config_from`."""
         return config_of(TorchConfig, self.name, knobs)

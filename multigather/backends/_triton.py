@@ -123,6 +123,10 @@ class TritonBackend:
         rows = tuple((field.row_bytes, field.unit_bytes) for field in request.fields)
         return rows, request.index_dtype, request.bounds, config
 
+    def packs(self, request: Request, config: Config) -> bool:
+        """See `base.Backend.packs`."""
+        return False
+
     def config_from(self, knobs: dict[str, Any]) -> TritonConfig:
         """See `base.Backend.config_from`."""
         return config_of(TritonConfig, self.name, knobs)

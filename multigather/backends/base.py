@@ -107,6 +107,10 @@ class Backend(Protocol):
         """What the compiled code depends on; None if nothing is compiled."""
         ...
 
+    def packs(self, request: Request, config: Config) -> bool:
+        """Whether packed groups of the request's fields are read row by row, all fields at once."""
+        ...
+
     def config_from(self, knobs: dict[str, Any]) -> Config:
         """The config with these knobs. Raises `ValueError` if a knob is unknown or illegal."""
         ...
@@ -216,9 +220,13 @@ class KernelRunner:
     def order(request: Request) -> list[int]:
         """The fields' numbers in the order of a launch.
 
-        Widest first: the blocks of the narrow fields then fill the end of the launch.
+        Widest first: the blocks of the narrow fields then fill the end of the launch. The fields of
+        a packed group stay together.
         """
-        return sorted(range(len(request.fields)), key=lambda k: -request.fields[k].row_bytes)
+        group_of = {number: group for group in request.packed for number in group}
+        groups = dict.fromkeys(group_of.get(k, (k,)) for k in range(len(request.fields)))
+        widest = sorted(groups, key=lambda group: -sum(request.fields[k].row_bytes for k in group))
+        return [number for group in widest for number in group]
 
     def __call__(
         self,

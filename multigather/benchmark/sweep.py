@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from .workloads import Fields, Workload
@@ -79,9 +77,8 @@ def sector_bytes(each: Workload, count: int) -> int:
     indices are read once.
     """
     total = 8.0 * count
-    for shape, dtype in each.fields:
-        row = math.prod(shape) * dtype.itemsize
-        starts = [k * row % 32 for k in range(32)]
+    for row, step in each.runs():
+        starts = [k * step % 32 for k in range(32)]
         sectors = sum((start + row - 1) // 32 + 1 for start in starts) / len(starts)
         total += count * (32 * sectors + row)
     return round(total)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..packed import pack
+from ..slab import Column, RowLayout
+
 Fields = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
@@ -20,6 +23,7 @@ class Workload:
         counts: numbers of indices on a GPU.
         cpu_counts: numbers of indices on a CPU.
         fields: row shape and dtype of each buffer.
+        packed: whether the buffers are packed into one slab.
     """
 
     name: str
@@ -28,11 +32,20 @@ class Workload:
     counts: tuple[int, ...]
     cpu_counts: tuple[int, ...]
     fields: Fields
+    packed: bool = False
 
     @property
     def row_bytes(self) -> int:
         """Bytes that one index gathers."""
         return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.fields)
+
+    def runs(self) -> list[tuple[int, int]]:
+        """The runs of memory that one index reads: bytes, and bytes to the next row's run."""
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.fields]
+        if self.packed:
+            layout = RowLayout.of([Column(dtype, shape) for shape, dtype in self.fields])
+            return [(sum(sizes), layout.stride)]
+        return [(size, size) for size in sizes]
 
     def buffers(self, device: torch.device, seed: int = 0) -> list[torch.Tensor]:
         """The buffers, full of random values."""
@@ -45,7 +58,7 @@ class Workload:
                 high, (rows, *shape), dtype=torch.uint8, device=device, generator=generator
             )
             result.append(drawn.to(dtype))
-        return result
+        return list(pack(*result)) if self.packed else result
 
     def index_sets(self, count: int, sets: int, device: torch.device) -> list[torch.Tensor]:
         """``sets`` different random index sets."""
@@ -58,6 +71,8 @@ class Workload:
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 I64, I32, I16, U8, BOOL = torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool
+
+COLUMNS: Fields = (((), I64), ((), I32), ((), F32), ((), F64), ((), U8), ((), I16))
 
 WORKLOADS = (
     # State of speculative decoding, by request; two model sizes.
@@ -85,10 +100,9 @@ WORKLOADS = (
         (((100,), F32), ((128,), BF16), ((), I64), ((), I32)),
     ),
     # Columns of a table.
-    Workload(
-        "columns", 30_000_000, 3_000_000, (4_000_000,), (400_000,),
-        (((), I64), ((), I32), ((), F32), ((), F64), ((), U8), ((), I16)),
-    ),
+    Workload("columns", 30_000_000, 3_000_000, (4_000_000,), (400_000,), COLUMNS),
+    # The same in one slab.
+    Workload("columns, packed", 30_000_000, 3_000_000, (4_000_000,), (400_000,), COLUMNS, True),
     # Rows of several KB, where any copy is at the memory's limit.
     Workload(
         "wide", 40_000, 0, (20_000,), (),
