@@ -152,7 +152,8 @@ def test_no_sanitizer_reports_anything_of_the_extension(extension: Path, tmp_pat
     done = run(
         *("-c", LOAD + TESTS, str(extension), "-q", "-p", "no:cacheprovider", "--capture=sys"),
         *("-k", CHOSEN, f"--junitxml={results}", f"--basetemp={tmp_path / 'tmp'}"),
-        *(str(HERE / file) for file in (*FILES, "test_shortcut.py", "test_native.py", "test_packed.py")),
+        *(str(HERE / f"test_{name}.py") for name in ("shortcut", "native", "packed")),
+        *(str(HERE / file) for file in FILES),
     )
     assert "Sanitizer" not in done.stderr, done.stderr
     assert "runtime error" not in done.stderr, done.stderr
