@@ -122,7 +122,7 @@ class Shortcut:
             )
         if operations != self._operations:
             self.run = self._run
-        if operations:
+        if operations:  # those of another size must not run a gather that needs more
             self._buckets.add(bucket)
 
     def _failed(self, indices: Any, buffers: Sequence[Any]) -> tuple[torch.Tensor, ...] | None:
