@@ -166,8 +166,10 @@ def test_numbers_of_fields(target: Target, count: int) -> None:
 def test_what_only_looks_like_a_slab(target: Target) -> None:
     """Equal strides in different memory, overlapping columns, columns of two slabs mixed."""
     tables = [torch.randint(0, 99, (12, 8), dtype=I32, device=target.device) for _ in range(3)]
-    first, second = mg.pack(*random_buffers(12, COLUMNS[:4])), mg.pack(*random_buffers(12, COLUMNS))
-    mixed = [each.to(target.device) for pair in zip(first, second, strict=False) for each in pair]
+    first, second = (
+        mg.pack(*random_buffers(12, fields, target.device)) for fields in (COLUMNS[:4], COLUMNS)
+    )
+    mixed = [each for pair in zip(first, second, strict=False) for each in pair]
     windows = tables[0].as_strided((12, 3), (8, 1), 2), tables[0].as_strided((12, 3), (8, 1), 3)
     indices = torch.tensor([11, 0, 3, 3], device=target.device)
     for bufs in ([table[:, 1] for table in tables], list(windows), mixed):
