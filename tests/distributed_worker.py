@@ -28,6 +28,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from cases import DTYPES, Slab, assert_gathered, raw_bytes
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import multigather
 from multigather.distributed import CapacityError, shard
@@ -245,6 +247,83 @@ def lazy_bits_and_odd_layouts() -> None:
     np.testing.assert_array_equal(raw_bytes(negative), raw_bytes(whole.conj().imag[indices]))
     np.testing.assert_array_equal(raw_bytes(transposed), raw_bytes(whole[indices]))
     np.testing.assert_array_equal(raw_bytes(expanded), raw_bytes(whole[indices % 24 // 3 * 3]))
+
+
+# ------------------------------------------------------------------------------------ DTensors
+
+
+@case
+def gather_takes_dtensors() -> None:
+    """Sharded evenly or not, replicated, mixed, in containers; results are this rank's tensors."""
+    mesh = init_device_mesh("cpu", (8,))
+    for rows in (16, 13, 3):
+        first = torch.arange(rows * 3.0).view(rows, 3)
+        second = torch.arange(rows, dtype=torch.int32)
+        everywhere = torch.arange(50) * 10
+        sharded = [distribute_tensor(each, mesh, [Shard(0)]) for each in (first, second)]
+        replicated = distribute_tensor(everywhere, mesh, [Replicate()])
+        indices = torch.tensor([rows - 1, 0, -1, rank % rows, 0])
+        for turn in range(2):
+            with counted() as made:
+                a, b = multigather.gather(indices, *sharded)
+            # Agreed upon once; later calls only exchange.
+            assert made.get("all_gather_object", 0) == 1 - turn, made
+            assert made["all_to_all_single"] == 3
+            assert type(a) is torch.Tensor
+            assert torch.equal(a, first[indices]) and torch.equal(b, second[indices])
+        mapping, c, nothing = multigather.gather(indices, {"a": sharded[0]}, replicated, None)
+        assert torch.equal(mapping["a"], first[indices]) and torch.equal(c, everywhere[indices])
+        assert nothing is None
+        out = (torch.empty(5, dtype=torch.int64), torch.empty(5, 3))
+        assert multigather.gather(indices, replicated, sharded[0], out=out) == out
+        assert torch.equal(out[0], everywhere[indices]) and torch.equal(out[1], first[indices])
+        with counted() as made:
+            (d,) = multigather.gather(indices, replicated)
+        assert torch.equal(d, everywhere[indices]) and not made
+        together = distribute_tensor(indices[:1], mesh, [Replicate()])
+        (e,) = multigather.gather(together, sharded[1])
+        assert torch.equal(e, second[-1:])
+        if rank == 6:
+            with raises(IndexError, f"indices[0] is {rows}, out of range for bufs[1] with {rows}"):
+                multigather.gather(torch.tensor([rows]), replicated, sharded[0])
+        else:
+            multigather.gather(indices, replicated, sharded[0])
+        padded, zeros = multigather.gather(
+            torch.tensor([0, -1]), sharded[1], replicated, bounds="fill"
+        )
+        assert padded.tolist() == [0, 0] and zeros.tolist() == [0, 0]
+        text = str(multigather.explain(indices, *sharded))
+        assert f"{rows} rows on 8 ranks" in text and "torch" in text
+        assert "every rank has all rows" in str(multigather.explain(indices, replicated))
+
+    grid = init_device_mesh("cpu", (2, 4))
+    table = torch.arange(20.0)
+    for placements in ([Shard(0), Replicate()], [Replicate(), Shard(0)]):
+        indices = torch.tensor([19, rank])
+        (rows_,) = multigather.gather(indices, distribute_tensor(table, grid, placements))
+        assert torch.equal(rows_, table[indices])
+    wide = distribute_tensor(torch.zeros(16, 8), mesh, [Shard(1)])
+    both = distribute_tensor(table, grid, [Shard(0), Shard(0)])
+    tall = distribute_tensor(table, mesh, [Shard(0)])
+    gradient = distribute_tensor(torch.zeros(16), mesh, [Shard(0)]).requires_grad_()
+    for bufs, text in (
+        ([wide], "placed (Shard(dim=1),); rows can be gathered from Replicate"),
+        ([both], "along one dimension of the mesh"),
+        ([tall, torch.zeros(20)], "buffer 1 is a Tensor among DTensors"),
+        ([tall, sharded[0]], "buffer 1 has 3 rows"),
+        ([gradient], "requires grad"),
+    ):
+        with raises(ValueError, text):
+            multigather.gather(torch.tensor([0]), *bufs)
+    with raises(ValueError, "indices are a DTensor placed"):
+        multigather.gather(distribute_tensor(torch.arange(8), mesh, [Shard(0)]), tall)
+    uneven = DTensor.from_local(
+        torch.full((1 + 2 * (rank == 0),), rank), mesh, [Shard(0)], shape=(10,), stride=(1,)
+    )
+    assert multigather.gather(torch.tensor([2, 3, 9]), uneven)[0].tolist() == [0, 1, 7]
+    for _ in range(2):
+        plan = multigather.plan(tall)
+        assert plan(torch.tensor([19]))[0].tolist() == [19.0]
 
 
 # -------------------------------------------------------------------------------- collectives

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -127,27 +127,16 @@ class ShardedPlan:
         backend: str | None,
     ) -> None:
         self._bufs, self._group = bufs, group
-        error: Exception | None = None
-        offer = Offer()
-        try:
+
+        def own_part() -> Executable:
             options.check()
             self._leaves, self._structure = containers.flatten(bufs)
             self._tensors = [leaf for leaf in self._leaves if leaf is not None]
-            local = local_executable(bufs, self._leaves, options.bounds, backend)
-            offer = offer_of(local, options)
-        except (TypeError, ValueError, NotImplementedError) as caught:
-            error = caught
-            offer = dataclasses.replace(offer, error=f"{type(caught).__name__}: {caught}")
-        try:
-            offers = agree(group, offer)
-        except ValueError:
-            if error is not None:
-                raise error from None
-            raise
+            return local_executable(bufs, self._leaves, options.bounds, backend)
+
+        local, rows = agreed(group, own_part, options)
         self._layouts = [_layout(tensor) for tensor in self._tensors]
-        self._sharding = sharding_of(
-            group, tuple(each.rows for each in offers), local, options, backend
-        )
+        self._sharding = sharding_of(group, rows, local, options, backend)
 
     def __call__(self, indices: torch.Tensor, out: Sequence[Any] | None = None) -> tuple[Any, ...]:
         """Gather this rank's ``indices`` from all ranks' rows; a collective call.
@@ -232,6 +221,31 @@ def local_executable(
             )
     api._run(local, none, none.shape, tensors, None)  # refuses what the named backend cannot do
     return local
+
+
+def agreed(
+    group: dist.ProcessGroup, own_part: Callable[[], Executable], options: Options
+) -> tuple[Executable, tuple[int, ...]]:
+    """What ``own_part`` makes, and every rank's rows; one collective, whatever a rank's part is.
+
+    Raises:
+        Exception: what ``own_part`` raised.
+        ValueError: see `agreement.agree`.
+    """
+    error: Exception | None = None
+    try:
+        local = own_part()
+        offer = offer_of(local, options)
+    except (TypeError, ValueError, NotImplementedError) as caught:
+        error = caught
+        offer = Offer(error=f"{type(caught).__name__}: {caught}")
+    try:
+        offers = agree(group, offer)
+    except ValueError:
+        if error is not None:
+            raise error from None
+        raise
+    return local, tuple(each.rows for each in offers)
 
 
 def offer_of(local: Executable, options: Options) -> Offer:
