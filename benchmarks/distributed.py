@@ -78,7 +78,7 @@ def per_buffer(bufs: Sequence[torch.Tensor], rows_per_rank: int, device: torch.d
 
 
 def dtensor_indexing(bufs: Sequence[torch.Tensor], device: torch.device) -> Gather:
-    """``dtensor[indices]`` with the indices of all ranks as one DTensor, rows back to their rank."""
+    """``dtensor[indices]``, the indices of all ranks as one DTensor, rows back to their rank."""
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -218,7 +218,9 @@ def table(results: Sequence[dict[str, object]]) -> str:
 def main() -> None:
     """Measure, print a table on rank 0, write JSON there if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="by default a GPU if there is one")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="by default a GPU if there is one"
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="of row and index counts")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--workload", choices=CHOSEN, action="append", help="by default both")
@@ -250,9 +252,7 @@ def main() -> None:
             for count in counts:
                 scaled = max(1, int(count * args.scale))
                 results.append(
-                    measure(
-                        workload, pattern, scaled, int(rows * args.scale), args.rounds, device
-                    )
+                    measure(workload, pattern, scaled, int(rows * args.scale), args.rounds, device)
                 )
                 if dist.get_rank() == 0:
                     print(table(results[-1:]), flush=True)

@@ -439,7 +439,7 @@ def _remedy(item: Any) -> str:
 
 
 def _is_dtensor(tensor: Any) -> bool:
-    """Whether it is a DTensor; asked where no executable is known, because none is made for them."""
+    """Whether it is a DTensor; asked only where no executable is known: they never have one."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

@@ -2,10 +2,10 @@
 
     python tests/distributed_worker.py FOLDER JOB:RANKS ...
 
-Torch is imported once; each rank of each job is then forked off, with one thread. A job's ranks meet
-through a file in the folder, and each writes ``JOB-RANK.json`` there: for each case "" or the
-traceback. A case is a function of this module; the groups of 1, 2 and 3 ranks are the first ones of
-all.
+Torch is imported once; each rank of each job is then forked off, with one thread. A job's ranks
+meet through a file in the folder, and each writes ``JOB-RANK.json`` there: for each case "" or the
+traceback. A case is a function of this module; the groups of 1, 2 and 3 ranks are the first ones
+of all.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import datetime
 import json
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from cases import DTYPES, Slab, assert_gathered, raw_bytes
@@ -32,7 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import multigather
-from multigather.distributed import CapacityError, shard
+from multigather.distributed import CapacityError, shard, symmetric
 
 SIZES = (1, 2, 3, 8)
 TIMEOUT = 4.0  # seconds, of the jobs in which a rank is missing
@@ -48,15 +50,9 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-@contextmanager
-def raises(kind: type[Exception], text: str = "") -> Iterator[None]:
-    """As `pytest.raises`, which these processes do without."""
-    try:
-        yield
-    except kind as error:
-        assert text in str(error), str(error)
-    else:
-        raise AssertionError(f"no {kind.__name__}")
+def raises(kind: type[Exception], text: str) -> Any:
+    """The block must raise such an error with this in its text."""
+    return pytest.raises(kind, match=re.escape(text))
 
 
 def told(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -539,6 +535,18 @@ def what_one_rank_cannot_bring_is_told_to_all() -> None:
         else:
             with raises(ValueError, f"rank 4: {kind.__name__}: "):
                 shard(good)
+
+
+@case
+def no_symmetric_memory_on_cpus() -> None:
+    with raises(multigather.UnsupportedError, "no symmetric memory: the buffers are on cpu"):
+        symmetric(torch.zeros(3))
+    with raises(ValueError, "those of rank 0 are not"):
+        shard(torch.zeros(3), transport="peer")
+    text = shard(torch.zeros(3)).explain()
+    assert "not peer: the buffers of rank 0 are not in symmetric memory" in text
+    text = shard(torch.zeros(3), transport="exchange").explain()
+    assert "not peer: transport='exchange' was asked for" in text
 
 
 @case

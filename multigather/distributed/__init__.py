@@ -4,7 +4,8 @@
 ranks of a group hold together, whatever the number of buffers in three collectives.
 """
 
+from .peer import symmetric
 from .plan import ShardedPlan, shard
 from .sharding import CapacityError
 
-__all__ = ["CapacityError", "ShardedPlan", "shard"]
+__all__ = ["CapacityError", "ShardedPlan", "shard", "symmetric"]

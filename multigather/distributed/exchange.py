@@ -50,6 +50,7 @@ class Exchange:
         bounds: "unchecked" if each index is promised to have a row, else "fill".
         deduplicate: whether a row that is asked for repeatedly is sent once.
         capacity: most rows that a rank asks of another one; None for any number.
+        reason: why this transport and not the other one.
     """
 
     name = "exchange"
@@ -62,9 +63,11 @@ class Exchange:
         bounds: str,
         deduplicate: bool,
         capacity: int | None,
+        reason: str,
     ) -> None:
         self._group, self._shards, self._local = group, shards, local
         self._deduplicate, self._capacity = deduplicate, capacity
+        self._reason = reason
         self._bounds = bounds if capacity is None else "fill"
         self.may_miss = capacity is not None
         self._first_row = shards.offsets[group.rank()]
@@ -115,7 +118,7 @@ class Exchange:
                 f"{self._capacity} rows to each other, asked for or not"
             ]
         times = "once" if self._deduplicate else "as often as asked for"
-        return [*lines, f"a row that is asked for repeatedly is sent {times}"]
+        return [*lines, f"a row that is asked for repeatedly is sent {times}", self._reason]
 
     def _fetch(
         self, asked: torch.Tensor, starts: torch.Tensor, sources: Sequence[torch.Tensor]
@@ -174,9 +177,7 @@ class Exchange:
             dist.all_to_all_single(wanted, requests, group=self._group)
         self._pack(torch.where(wanted < 0, -1, wanted - self._first_row), sources)
         with named("exchanging rows (all_to_all_single 2 of 2)", self._group):
-            dist.all_to_all_single(
-                self._incoming.memory, self._outgoing.memory, group=self._group
-            )
+            dist.all_to_all_single(self._incoming.memory, self._outgoing.memory, group=self._group)
         return numbers, (starts.diff() - capacity).clamp_(min=0).sum()
 
     def _pack(self, wanted: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:

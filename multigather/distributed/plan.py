@@ -15,12 +15,13 @@ from ..outputs import check_outputs
 from ..plan import _layout, _text
 from ..request import Request, dtype_name
 from ..slab import Column, RowLayout
+from . import peer
 from .agreement import Offer, agree
 from .exchange import Exchange, Local
 from .sharding import Sharding, Transport
 from .shards import Shards
 
-TRANSPORTS = ("auto", "exchange")
+TRANSPORTS = ("auto", "exchange", "peer")
 
 # A row that is sent once costs a comparison with its neighbour, a running sum and a scattered
 # write, 10 ns of one CPU core for an index; a row of this many bytes takes as long on its way.
@@ -43,9 +44,7 @@ class Options:
             TypeError, ValueError: says what is allowed.
         """
         if self.deduplicate not in (True, False, "auto"):
-            raise ValueError(
-                f"deduplicate must be 'auto', True or False, got {self.deduplicate!r}"
-            )
+            raise ValueError(f"deduplicate must be 'auto', True or False, got {self.deduplicate!r}")
         if self.transport not in TRANSPORTS:
             allowed = ", ".join(map(repr, TRANSPORTS))
             raise ValueError(f"transport must be one of {allowed}, got {self.transport!r}")
@@ -55,6 +54,19 @@ class Options:
                 raise TypeError(f"capacity must be a number of rows or None, got {kind}")
             if self.capacity < 1:
                 raise ValueError(f"capacity must be at least 1 row, got {self.capacity}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a rank has of sharded buffers.
+
+    Attributes:
+        local: executable of a gather from its own rows.
+        slab: the symmetric memory that these are in, None if they are not.
+    """
+
+    local: Executable
+    slab: peer.SymmetricSlab | None = None
 
 
 def shard(
@@ -87,7 +99,9 @@ def shard(
             for in one call. With it a call has fixed sizes, never waits for the device and can be
             captured in a CUDA graph, and always moves ``capacity`` rows per pair of ranks. None
             takes any number, and waits once for the counts.
-        transport: "exchange", by collectives; "auto" chooses.
+        transport: "exchange" moves rows by collectives; "peer" reads them from the other GPUs of the
+            host, which needs buffers made by `symmetric`. "auto" reads if all ranks' buffers are
+            such, else exchanges.
 
     Returns:
         A `ShardedPlan`.
@@ -95,19 +109,11 @@ def shard(
     Raises:
         TypeError, ValueError, UnsupportedError: as `multigather.gather` for the same buffers; or
             an option is not allowed, buffers differ in their row counts, or require grad.
-        ValueError: another rank brought other buffers or options, or could not take part; raised
-            on every rank, with the difference.
+        ValueError: another rank brought other buffers or options, or could not take part, or
+            "peer" was asked for and a rank's buffers are not symmetric; raised on every rank.
         torch.distributed.DistError: another rank did not come within the group's time-out.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError(
-            "no process group: call torch.distributed.init_process_group() first, in a program "
-            "that torchrun starts"
-        )
-    if group is None:
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"this rank is not in the group: {group!r}")
+    group = group_of(group)
     options = Options(bounds, deduplicate, capacity, transport)
     return ShardedPlan(local_bufs, group, options, backend)
 
@@ -115,8 +121,8 @@ def shard(
 class ShardedPlan:
     """A gather from buffers that several ranks share. Made by `shard`.
 
-    Its calls are collective: every rank of the group makes as many, in the same order. They follow
-    one another on one thread and, on a GPU, one stream.
+    Its calls are collective: every rank of the group makes as many, in the same order, unless rows
+    are read from peers. They follow one another on one thread and, on a GPU, one stream.
     """
 
     def __init__(
@@ -128,15 +134,16 @@ class ShardedPlan:
     ) -> None:
         self._bufs, self._group = bufs, group
 
-        def own_part() -> Executable:
+        def own_part() -> Part:
             options.check()
             self._leaves, self._structure = containers.flatten(bufs)
             self._tensors = [leaf for leaf in self._leaves if leaf is not None]
-            return local_executable(bufs, self._leaves, options.bounds, backend)
+            local = local_executable(bufs, self._leaves, options.bounds, backend)
+            return Part(local, peer.slab_of(self._tensors))
 
-        local, rows = agreed(group, own_part, options)
+        part, offers = agreed(group, own_part, options)
         self._layouts = [_layout(tensor) for tensor in self._tensors]
-        self._sharding = sharding_of(group, rows, local, options, backend)
+        self._sharding = sharding_of(group, offers, part, options, backend)
 
     def __call__(self, indices: torch.Tensor, out: Sequence[Any] | None = None) -> tuple[Any, ...]:
         """Gather this rank's ``indices`` from all ranks' rows; a collective call.
@@ -195,6 +202,25 @@ class ShardedPlan:
         )
 
 
+def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, all ranks for None.
+
+    Raises:
+        RuntimeError: there are no groups yet.
+        ValueError: this rank is not in the group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "no process group: call torch.distributed.init_process_group() first, in a program "
+            "that torchrun starts"
+        )
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"this rank is not in the group: {group!r}")
+    return group
+
+
 def local_executable(
     bufs: tuple[Any, ...], leaves: list[Any], bounds: str, backend: str | None
 ) -> Executable:
@@ -211,9 +237,9 @@ def local_executable(
     for tensor, label in zip(tensors, labels, strict=True):
         if len(tensor) != len(first):
             raise ValueError(
-                f"{labels[0]} has {len(first)} rows and {label} has {len(tensor)}; buffers that are "
-                "sharded together have the same number of rows on a rank, because one index stands "
-                "for a row of each. Shard the others by a call of their own"
+                f"{labels[0]} has {len(first)} rows and {label} has {len(tensor)}; buffers that "
+                "are sharded together have the same number of rows on a rank, because one index "
+                "stands for a row of each. Shard the others by a call of their own"
             )
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(
@@ -224,9 +250,11 @@ def local_executable(
 
 
 def agreed(
-    group: dist.ProcessGroup, own_part: Callable[[], Executable], options: Options
-) -> tuple[Executable, tuple[int, ...]]:
-    """What ``own_part`` makes, and every rank's rows; one collective, whatever a rank's part is.
+    group: dist.ProcessGroup, own_part: Callable[[], Part], options: Options
+) -> tuple[Part, list[Offer]]:
+    """What ``own_part`` makes, and what every rank offers.
+
+    One collective call, which a rank makes also if it has no part to offer.
 
     Raises:
         Exception: what ``own_part`` raised.
@@ -234,8 +262,16 @@ def agreed(
     """
     error: Exception | None = None
     try:
-        local = own_part()
-        offer = offer_of(local, options)
+        part = own_part()
+        request = part.local.request
+        fields = zip(part.local.site.labels, request.fields, strict=True)
+        offer = Offer(
+            rows=request.fields[0].rows,
+            fields=tuple((label, dtype_name(each.dtype), each.row_shape) for label, each in fields),
+            device=request.device.type,
+            options=tuple(dataclasses.asdict(options).items()),
+            symmetric=part.slab is not None,
+        )
     except (TypeError, ValueError, NotImplementedError) as caught:
         error = caught
         offer = Offer(error=f"{type(caught).__name__}: {caught}")
@@ -245,46 +281,51 @@ def agreed(
         if error is not None:
             raise error from None
         raise
-    return local, tuple(each.rows for each in offers)
-
-
-def offer_of(local: Executable, options: Options) -> Offer:
-    """What a rank tells the others of its part."""
-    request = local.request
-    fields = zip(local.site.labels, request.fields, strict=True)
-    return Offer(
-        rows=request.fields[0].rows,
-        fields=tuple((label, dtype_name(each.dtype), each.row_shape) for label, each in fields),
-        device=request.device.type,
-        options=tuple(dataclasses.asdict(options).items()),
-    )
+    return part, offers
 
 
 def sharding_of(
     group: dist.ProcessGroup,
-    rows: tuple[int, ...],
-    local: Executable,
+    offers: Sequence[Offer],
+    part: Part,
     options: Options,
     backend: str | None,
 ) -> Sharding:
-    """The gather that the ranks have agreed on; makes no collective call."""
-    request = local.request
+    """The gather that the ranks have agreed on; makes no collective call.
+
+    Raises:
+        ValueError: the transport that was asked for is not possible; on all ranks.
+    """
+    request, labels = part.local.request, part.local.site.labels
     layout = RowLayout.of([Column(each.dtype, each.row_shape) for each in request.fields])
-    shards = Shards(rows, layout)
+    shards = Shards(tuple(each.rows for each in offers), layout)
     # The caller's bad indices ask for rows of zeros; a promise of good ones is passed on.
     inner = "fill" if options.bounds in ("raise", "fill") else "unchecked"
 
     def gather_own(index_dtype: torch.dtype, bounds: str) -> Executable:
         changed = dataclasses.replace(request, index_dtype=index_dtype, bounds=bounds)
-        return Executable(changed, backend, local.site.labels)
+        return Executable(changed, backend, labels)
 
+    others = [rank for rank, each in enumerate(offers) if not each.symmetric]
+    if options.transport == "peer" and others:
+        raise ValueError(
+            f"transport 'peer' needs buffers made by multigather.distributed.symmetric, all of one "
+            f"call in its order, on every rank; those of rank {others[0]} are not"
+        )
     transport: Transport
-    if len(rows) == 1:
+    if len(offers) == 1:
         transport = Local(gather_own(torch.int64, inner))
+    elif part.slab is not None and not others and options.transport != "exchange":
+        transport = peer.PeerReads(shards, part.slab.addresses, part.local, inner, backend)
     else:
         own = gather_own(shards.index_dtype, "unchecked" if options.capacity is None else "fill")
         deduplicate = options.deduplicate
         if deduplicate == "auto":
             deduplicate = layout.stride >= DEDUPLICATE_FROM
-        transport = Exchange(group, shards, own, inner, bool(deduplicate), options.capacity)
-    return Sharding(shards, transport, local, options.bounds)
+        reason = "transport='exchange' was asked for"
+        if options.transport == "auto":
+            reason = f"the buffers of rank {others[0]} are not in symmetric memory"
+        transport = Exchange(
+            group, shards, own, inner, bool(deduplicate), options.capacity, f"not peer: {reason}"
+        )
+    return Sharding(shards, transport, part.local, options.bounds)

@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .. import api, containers, dispatch
-from ..executable import Executable
 from ..outputs import check_outputs
 from ..request import Request
-from .plan import Options, agreed, local_executable, sharding_of
+from .agreement import Offer
+from .plan import Options, Part, agreed, local_executable, sharding_of
 from .sharding import Sharding
 
 # By mesh: what its ranks agreed on and what was made of it. The keys of agreements are of what all
 # ranks have alike, because making one is a collective call; the others are of a rank's own memory.
-_agreements: weakref.WeakKeyDictionary[DeviceMesh, dict[Any, tuple[int, ...]]]
+_agreements: weakref.WeakKeyDictionary[DeviceMesh, dict[Any, list[Offer]]]
 _agreements = weakref.WeakKeyDictionary()
 _shardings: weakref.WeakKeyDictionary[DeviceMesh, dict[Any, Sharding]]
 _shardings = weakref.WeakKeyDictionary()
@@ -53,8 +53,8 @@ class Parts:
         for number, tensor in enumerate(found):
             if not isinstance(tensor, DTensor):
                 raise ValueError(
-                    f"buffer {number} is a {type(tensor).__name__} among DTensors; make it one with "
-                    "DTensor.from_local(..., [Replicate()]), or gather it by a call of its own"
+                    f"buffer {number} is a {type(tensor).__name__} among DTensors; make it one "
+                    "with DTensor.from_local(..., [Replicate()]), or gather it by a call of its own"
                 )
             place = _sharded_dim(tensor, number)
             if place is not None:
@@ -179,22 +179,22 @@ def _sharding(parts: Parts, bounds: str, backend: str | None) -> Sharding:
     fields = [(each.dtype, each.shape[1:]) for each in chosen if each is not None]
     key = (dim, bounds, backend, parts.rows, tuple(fields))
     agreements = _agreements.setdefault(mesh, {})
-    rows = agreements.get(key)
+    offers = agreements.get(key)
 
-    def own_part() -> Executable:
-        return local_executable(chosen, list(chosen), bounds, backend)
+    def own_part() -> Part:
+        return Part(local_executable(chosen, list(chosen), bounds, backend))
 
-    if rows is None:
-        local, rows = agreed(group, own_part, options)
+    if offers is None:
+        part, offers = agreed(group, own_part, options)
         if len(agreements) >= KEPT:
             agreements.clear()
-        agreements[key] = rows
+        agreements[key] = offers
     else:
-        local = own_part()
+        part = own_part()
     shardings = _shardings.setdefault(mesh, {})
-    own_key = (key, rows, local.request, local.site.labels)
+    own_key = (key, tuple(offers), part.local.request, part.local.site.labels)
     if own_key not in shardings:
         if len(shardings) >= KEPT:
             shardings.clear()
-        shardings[own_key] = sharding_of(group, rows, local, options, backend)
+        shardings[own_key] = sharding_of(group, offers, part, options, backend)
     return shardings[own_key]
