@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from multigather import environment
 from multigather.benchmark.workloads import WORKLOADS, Workload
-from multigather.distributed import shard
+from multigather.distributed import shard, symmetric
 
 Gather = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
@@ -141,20 +141,26 @@ def measure(
         "exchange": plan(deduplicate=False),
         "exchange, deduplicated": plan(deduplicate=True),
         "exchange, capacity": plan(deduplicate=True, capacity=capacity),
+        "peer reads": lambda: shard(*symmetric(*bufs), transport="peer"),
         "all-to-all per buffer": lambda: per_buffer(bufs, rows_per_rank, device),
         "DTensor indexing": lambda: dtensor_indexing(bufs, device),
     }
     ways: dict[str, Gather] = {}
     missing: dict[str, str] = {}
     for name, make in makers.items():
+        failure = ""
         try:
             gather = make()
             for got, want in zip(gather(sets[0]), wanted, strict=True):
                 assert torch.equal(got, want), f"{name}: wrong rows"
-            ways[name] = gather
         except (RuntimeError, NotImplementedError, ValueError) as error:
-            # The same on every rank: a way that cannot do this at all.
-            missing[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        failures: list[str] = [""] * world
+        dist.all_gather_object(failures, failure)
+        if any(failures):
+            missing[name] = next(filter(None, failures))
+        else:
+            ways[name] = gather
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, gather in ways.items():
@@ -194,6 +200,25 @@ def probe(device: torch.device, rounds: int) -> dict[str, float]:
             dist.all_to_all_single(target, source)
             seconds.append(clock(device) - start)
         found[str(size)] = round(statistics.median(slowest(seconds[2:], device)) * 1e6, 1)
+    return found
+
+
+def peer_copy(device: torch.device, rounds: int) -> dict[str, float]:
+    """GB/s of plain copies of 256 MiB from each other GPU that this process sees, on rank 0."""
+    found = {}
+    others = range(torch.cuda.device_count()) if device.type == "cuda" else ()
+    target = torch.empty(2**28 if others else 0, dtype=torch.uint8, device=device)
+    for other in others:
+        if other == device.index or dist.get_rank():
+            continue
+        source = torch.zeros(2**28, dtype=torch.uint8, device=f"cuda:{other}")
+        seconds = []
+        for _ in range(rounds + 2):
+            start = clock(device)
+            target.copy_(source)
+            seconds.append(clock(device) - start)
+        found[f"cuda:{other}"] = round(2**28 / statistics.median(seconds[2:]) / 1e9, 1)
+    dist.barrier()
     return found
 
 
@@ -241,6 +266,7 @@ def main() -> None:
         "scale": args.scale,
         "rounds": args.rounds,
         "all_to_all_us": probe(device, args.rounds),
+        "peer_copy_gb_per_s": peer_copy(device, args.rounds),
     }
     results = []
     for workload in WORKLOADS:

@@ -48,10 +48,10 @@ class SymmetricSlab:
 
 def slab_of(tensors: Sequence[torch.Tensor]) -> SymmetricSlab | None:
     """The slab whose fields these tensors are, all of them in order; None if they are not."""
-    marks = [getattr(tensor, MARK, None) for tensor in tensors]
+    marks: list[Any] = [getattr(tensor, MARK, None) for tensor in tensors]
     if None in marks:
         return None
-    slab = marks[0][0]
+    slab: SymmetricSlab = marks[0][0]
     whole = [(slab, number) for number in range(len(slab.layout.columns))]
     return slab if marks == whole else None
 
@@ -134,7 +134,7 @@ def _span(column: Column, address: int, size: int, unit: int, device: torch.devi
     rows = max(0, (size - column.row_bytes) // unit + 1)
     strides = (unit // column.dtype.itemsize, *inner[: len(column.row_shape)])
     # The only way to describe memory that no allocation of this process has; nothing reads it here.
-    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, size)  # type: ignore[attr-defined]
+    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, size)
     empty = torch.empty(0, dtype=column.dtype, device=device)
     return empty.set_(storage, 0, (rows, *column.row_shape), strides)
 
@@ -210,7 +210,8 @@ def symmetric(*local_bufs: Any, group: dist.ProcessGroup | None = None) -> tuple
     items = [None if leaf is None else next(remaining) for leaf in leaves]
     if structure is None:
         return tuple(items)
-    return structure.rebuild(items, torch.Size((count,)))
+    rebuilt: tuple[Any, ...] = structure.rebuild(items, torch.Size((count,)))
+    return rebuilt
 
 
 def why_not(places: Sequence[tuple[str, str, str]]) -> list[str]:

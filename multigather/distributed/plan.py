@@ -99,9 +99,9 @@ def shard(
             for in one call. With it a call has fixed sizes, never waits for the device and can be
             captured in a CUDA graph, and always moves ``capacity`` rows per pair of ranks. None
             takes any number, and waits once for the counts.
-        transport: "exchange" moves rows by collectives; "peer" reads them from the other GPUs of the
-            host, which needs buffers made by `symmetric`. "auto" reads if all ranks' buffers are
-            such, else exchanges.
+        transport: "exchange" moves rows by collectives; "peer" reads them from the other GPUs of
+            the host, which needs buffers made by `symmetric`. "auto" reads if all ranks' buffers
+            are such, else exchanges.
 
     Returns:
         A `ShardedPlan`.
