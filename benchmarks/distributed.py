@@ -23,24 +23,13 @@ import torch.distributed as dist
 
 from multigather import environment
 from multigather.benchmark.workloads import WORKLOADS, Workload
-from multigather.distributed import shard, symmetric
+from multigather.distributed import model, shard, symmetric
 
 Gather = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
 CHOSEN = ("replay", "features")
 SETS = 4  # of indices, used in turn
 PROBE_BYTES = (1, 2**10, 2**14, 2**17, 2**20)  # from each rank to each
-
-
-def indices_of(pattern: str, rows: int, count: int, seed: int) -> torch.Tensor:
-    """``count`` row numbers: uniform, or by Zipf's law (exponent 1) with hot rows everywhere."""
-    generator = torch.Generator().manual_seed(seed)
-    if pattern == "uniform":
-        return torch.randint(rows, (count,), generator=generator)
-    # Drawn uniformly in the logarithm; a stride without a common divisor spreads them.
-    uniform = torch.rand(count, generator=generator, dtype=torch.float64)
-    popularity = (rows**uniform).long().sub_(1).clamp_(0, rows - 1)
-    return popularity * 1_000_003 % rows
 
 
 def per_buffer(bufs: Sequence[torch.Tensor], rows_per_rank: int, device: torch.device) -> Gather:
@@ -125,7 +114,9 @@ def measure(
         return made
 
     bufs = [each.to(device) for each in values(numbers)]
-    sets = [indices_of(pattern, total, count, 31 * rank + 7 * k) for k in range(SETS)]
+    load = model.Load(world, total, count, workload.row_bytes, len(bufs), pattern)
+    generator = torch.Generator().manual_seed(rank)
+    sets = [model.draw(load, generator) for _ in range(SETS)]
     wanted = [each.to(device) for each in values(sets[0])]
     sets = [each.to(device) for each in sets]
     # The least that a fixed capacity must be here; a program would leave some room.
@@ -249,7 +240,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="of row and index counts")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--workload", choices=CHOSEN, action="append", help="by default both")
-    parser.add_argument("--pattern", choices=("uniform", "zipf"), action="append")
+    parser.add_argument("--pattern", choices=model.PATTERNS, action="append")
     parser.add_argument("--out", type=Path, help="file for the results as JSON")
     args = parser.parse_args()
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -274,7 +265,7 @@ def main() -> None:
             continue
         rows = workload.rows if kind == "cuda" else workload.cpu_rows
         counts = workload.counts if kind == "cuda" else workload.cpu_counts
-        for pattern in args.pattern or ("uniform", "zipf"):
+        for pattern in args.pattern or model.PATTERNS:
             for count in counts:
                 scaled = max(1, int(count * args.scale))
                 results.append(

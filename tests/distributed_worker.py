@@ -70,6 +70,7 @@ class Whole:
         fields: row shape and dtype of each buffer.
         gap: bytes between the rows.
         seed: for the values.
+        device: of the buffers.
     """
 
     def __init__(
@@ -78,12 +79,13 @@ class Whole:
         fields: list[tuple[tuple[int, ...], torch.dtype]],
         gap: int = 0,
         seed: int = 0,
+        device: str = "cpu",
     ) -> None:
         self.total = sum(rows)
         start = sum(rows[:rank])
         self.bufs, self.own = [], []
         for number, (shape, dtype) in enumerate(fields):
-            slab = Slab(self.total, shape, dtype, gap=gap, seed=seed + number)
+            slab = Slab(self.total, shape, dtype, device, gap=gap, seed=seed + number)
             self.bufs.append(slab.tensor)
             self.own.append(slab.tensor[start : start + rows[rank]] if rank < len(rows) else None)
 
@@ -577,6 +579,163 @@ def explanations() -> None:
     assert "two collectives" in text and "as often as asked for" in text
 
 
+# ---------------------------------------------------------------------------------------- GPUs
+
+GPU_CASES: dict[str, Callable[[], None]] = {}
+GPU_ROWS = [400, 300]
+
+
+def on_gpus(function: Callable[[], None]) -> Callable[[], None]:
+    """Make a function a case of two ranks with a GPU each."""
+    GPU_CASES[function.__name__] = function
+    return function
+
+
+def gpu_indices(count: int, total: int, seed: int, low: int = 0) -> torch.Tensor:
+    """This rank's own."""
+    generator = torch.Generator().manual_seed(10 * seed + rank)
+    return torch.randint(low, total, (count,), generator=generator).cuda()
+
+
+def plans_of(whole: Whole, **options: Any) -> dict[str, Any]:
+    """A plan for each transport."""
+    return {
+        "exchange": shard(*whole.own, **options),
+        "capacity": shard(*whole.own, capacity=400, **options),
+        "peer": shard(*symmetric(*whole.own), transport="peer", **options),
+    }
+
+
+@on_gpus
+def gathers_by_every_transport() -> None:
+    for bounds in ("raise", "fill", "clip", "unchecked"):
+        for fields in (MIXED, [((100,), torch.float32), ((), torch.int64)], [((), torch.uint8)]):
+            whole = Whole(GPU_ROWS, fields, device="cuda")
+            for name, plan in plans_of(whole, bounds=bounds).items():
+                assert plan.explain().count(name) or name == "capacity"
+                for seed, count in enumerate((0, 1, 100, 399)):
+                    low = {"raise": -700, "unchecked": 0}.get(bounds, -9)
+                    indices = gpu_indices(count, 700, seed, low)
+                    if bounds in ("fill", "clip"):
+                        indices += indices % 7  # some are too large
+                    whole.check(plan(indices), indices, bounds)
+                indices = gpu_indices(64, 700, 9).view(8, 8).to(torch.int32)
+                out = [torch.empty((8, 8, *each.shape[1:]), dtype=each.dtype, device="cuda")
+                       for each in whole.bufs]  # fmt: skip
+                assert plan(indices, out=out) == tuple(out)
+                whole.check(out, indices, bounds)
+    multigather.check()
+
+
+@on_gpus
+def backends_gather_from_peers() -> None:
+    whole = Whole(GPU_ROWS, MIXED, device="cuda")
+    copies = symmetric(*whole.own)
+    for status in multigather.backends():
+        if status.available:
+            plan = shard(*copies, backend=status.name, transport="peer")
+            indices = gpu_indices(200, 700, 3)
+            whole.check(plan(indices), indices)
+
+
+@on_gpus
+def peers_see_new_values() -> None:
+    (buffer,) = symmetric(torch.zeros(GPU_ROWS[rank], 3, device="cuda"))
+    plan = shard(buffer)
+    assert "peer" in repr(plan)
+    for turn in range(3):
+        buffer.fill_(10 * turn + rank)
+        torch.cuda.synchronize()
+        told(None, groups[2])
+        (rows,) = plan(torch.tensor([0, 699]))
+        assert rows[:, 0].tolist() == [10 * turn, 10 * turn + 1]
+        torch.cuda.synchronize()
+        told(None, groups[2])
+
+
+@on_gpus
+def a_bad_index_on_a_gpu_is_zeros_and_an_error_later() -> None:
+    whole = Whole(GPU_ROWS, MIXED, device="cuda")
+    for plan in plans_of(whole).values():
+        good = gpu_indices(50, 700, 1)
+        bad = torch.tensor([3, 700, -701], device="cuda")
+        if rank == 1:
+            for result, buffer in zip(plan(bad), whole.bufs, strict=True):
+                wanted = raw_bytes(buffer[3:6])
+                wanted[1:] = 0
+                np.testing.assert_array_equal(raw_bytes(result), wanted)
+            with raises(IndexError, "is 700, out of range for bufs[0] with 700 rows"):
+                multigather.check()
+        else:
+            whole.check(plan(good), good)
+            multigather.check()
+        whole.check(plan(good), good)
+
+
+@on_gpus
+def too_little_capacity_on_a_gpu() -> None:
+    whole = Whole(GPU_ROWS, MIXED, device="cuda")
+    plan = shard(*whole.own, capacity=8)
+    plan(torch.arange(10 if rank else 8, device="cuda"))
+    if rank:
+        with raises(CapacityError, "2 rows were not fetched"):
+            multigather.check()
+    multigather.check()
+
+
+@on_gpus
+def waits_for_the_device() -> None:
+    """One wait for the counts; with a capacity, and from peers, none."""
+    whole = Whole(GPU_ROWS, MIXED, device="cuda")
+    for name, plan in plans_of(whole).items():
+        indices = gpu_indices(100, 700, 2)
+        for _ in range(2):
+            plan(indices)
+        torch.cuda.synchronize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            results = plan(indices)
+            torch.cuda.set_sync_debug_mode("default")
+        waits = [each for each in caught if "synchroniz" in str(each.message)]
+        assert len(waits) == (name == "exchange"), [str(each.message) for each in waits]
+        whole.check(results, indices)
+
+
+@on_gpus
+def captured_in_a_graph() -> None:
+    """Replays see new indices; with a capacity and from peers."""
+    whole = Whole(GPU_ROWS, MIXED, device="cuda")
+    plans = plans_of(whole)
+    for name in ("capacity", "peer"):
+        plan, indices = plans[name], gpu_indices(100, 700, 3)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                plan(indices)
+        torch.cuda.synchronize()
+        told(None, groups[2])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            results = plan(indices)
+        for seed in range(4, 8):
+            indices.copy_(gpu_indices(100, 700, seed))
+            graph.replay()
+            torch.cuda.synchronize()
+            whole.check(results, indices)
+    multigather.check()
+
+
+@on_gpus
+def dtensors_on_gpus() -> None:
+    mesh = init_device_mesh("cuda", (2,))
+    table = torch.arange(39.0, device="cuda").view(13, 3)
+    indices = torch.tensor([12, 0, -1, 7 + rank], device="cuda")
+    for placement in (Shard(0), Replicate()):
+        (rows,) = multigather.gather(indices, distribute_tensor(table, mesh, [placement]))
+        assert torch.equal(rows, table[indices])
+
+
 # ------------------------------------------------------------------ ranks that die or do not come
 
 
@@ -619,17 +778,25 @@ LONELY = {each.__name__: each for each in (die, stay_away, no_plan)}
 def run(job: str, world: int, folder: Path) -> None:
     """Run the cases of a job as rank `rank`."""
     seconds = TIMEOUT if job in LONELY else 60.0
+    gpu = None
+    if job == "gpus":
+        gpu = torch.device("cuda", rank)
+        torch.cuda.set_device(gpu)
     dist.init_process_group(
-        "gloo",
+        "nccl" if gpu else "gloo",
+        device_id=gpu,
         init_method=f"file://{folder / job}",
         rank=rank,
         world_size=world,
         timeout=datetime.timedelta(seconds=seconds),
     )
-    if job not in LONELY:
+    cases = {"cases": CASES, "gpus": GPU_CASES}.get(job) or {job: LONELY[job]}
+    if job == "cases":
         groups.update({size: dist.new_group(list(range(size))) for size in SIZES})
+    else:
+        groups[world] = dist.group.WORLD
     outcomes = {}
-    for name, function in ({job: LONELY[job]} if job in LONELY else CASES).items():
+    for name, function in cases.items():
         start = time.monotonic()
         try:
             function()

@@ -61,6 +61,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("name", distributed_worker.CASES)
 def test_on_gloo_ranks(outcomes: list[dict[str, str]], name: str) -> None:
+    assert_passed(outcomes, name)
+
+
+def assert_passed(outcomes: list[dict[str, str]], name: str) -> None:
     failed = [
         f"rank {rank}:\n{each.get(name, 'not run: an earlier case failed')}"
         for rank, each in enumerate(outcomes)
@@ -76,6 +80,25 @@ def test_a_rank_that_dies_or_does_not_come(tmp_path: Path) -> None:
         found = outcomes_of(name, 2 if name == "die" else 3, tmp_path)
         assert [each[name] for each in found] == [""] * len(found)
     assert not (tmp_path / "die-2.json").exists()
+
+
+# ----------------------------------------------------------------------------------------- GPUs
+
+
+@pytest.fixture(scope="module")
+def gpu_outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """Two processes with a GPU each, through NCCL and peer memory."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("torch sees fewer than two CUDA devices")
+    folder = tmp_path_factory.mktemp("gpus")
+    run_jobs(folder, 300, "gpus:2")
+    return outcomes_of("gpus", 2, folder)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", distributed_worker.GPU_CASES)
+def test_on_gpus(gpu_outcomes: list[dict[str, str]], name: str) -> None:
+    assert_passed(gpu_outcomes, name)
 
 
 # ------------------------------------------------------------------------------------ peer memory

@@ -204,8 +204,8 @@ def symmetric(*local_bufs: Any, group: dist.ProcessGroup | None = None) -> tuple
     for number, copied in enumerate(copies):
         setattr(copied, MARK, (slab, number))
     torch.cuda.current_stream(device).synchronize()
-    with named("waiting for all copies (barrier)", group):
-        dist.barrier(group)
+    with named("waiting for all copies (all_gather_object)", group):
+        dist.all_gather_object(places, None, group=group)
     remaining = iter(copies)
     items = [None if leaf is None else next(remaining) for leaf in leaves]
     if structure is None:

@@ -23,8 +23,9 @@ from .shards import Shards
 
 TRANSPORTS = ("auto", "exchange", "peer")
 
-# A row that is sent once costs a comparison with its neighbour, a running sum and a scattered
-# write, 10 ns of one CPU core for an index; a row of this many bytes takes as long on its way.
+# To find repeated rows among sorted ones costs 11 ns of a CPU core for an index (20,000 of them), a
+# byte between two gloo ranks 1 ns: with 64 bytes it pays if one index in six is a repetition, with
+# 668 if one in sixty is. It also keeps a popular row's rank from serving it n times.
 DEDUPLICATE_FROM = 64
 
 
