@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scripts
 import torch
 import torch.distributed as dist
 from cases import DTYPES, Slab, assert_gathered, raw_bytes
@@ -322,6 +323,13 @@ def gather_takes_dtensors() -> None:
     for _ in range(2):
         plan = multigather.plan(tall)
         assert plan(torch.tensor([19]))[0].tolist() == [19.0]
+
+
+@case
+def the_example_trains() -> None:
+    example = scripts.load("examples/sharded_features.py")
+    first, last = example.train(200, 16, 32, 30, torch.device("cpu"))
+    assert last < 0.8 * first
 
 
 # -------------------------------------------------------------------------------- collectives

@@ -53,7 +53,8 @@ def slab_of(tensors: Sequence[torch.Tensor]) -> SymmetricSlab | None:
         return None
     slab: SymmetricSlab = marks[0][0]
     whole = [(slab, number) for number in range(len(slab.layout.columns))]
-    return slab if marks == whole else None
+    # Rows of no bytes have no place in memory to be read from.
+    return slab if marks == whole and slab.layout.stride else None
 
 
 class PeerReads:

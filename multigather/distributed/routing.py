@@ -18,15 +18,33 @@ from .agreement import Offer
 from .plan import Options, Part, agreed, local_executable, sharding_of
 from .sharding import Sharding
 
-# By mesh: what its ranks agreed on and what was made of it. The keys of agreements are of what all
-# ranks have alike, because making one is a collective call; the others are of a rank's own memory.
-_agreements: weakref.WeakKeyDictionary[DeviceMesh, dict[Any, list[Offer]]]
-_agreements = weakref.WeakKeyDictionary()
-_shardings: weakref.WeakKeyDictionary[DeviceMesh, dict[Any, Sharding]]
-_shardings = weakref.WeakKeyDictionary()
-
 # Of each kind, for a mesh. All ranks drop agreements at the same call.
 KEPT = 256
+
+
+class Known:
+    """What was made for the DTensors of a mesh.
+
+    Attributes:
+        agreements: what its ranks agreed on. The keys are of what all ranks have alike, because
+            agreeing is a collective call.
+        shardings: what was made of that, by a rank's own memory too.
+    """
+
+    def __init__(self) -> None:
+        self.agreements: dict[Any, list[Offer]] = {}
+        self.shardings: dict[Any, Sharding] = {}
+
+
+# By the mesh's id, for as long as it lives: a mesh of new process groups may equal an old one.
+_known: dict[int, Known] = {}
+
+
+def _known_of(mesh: DeviceMesh) -> Known:
+    if id(mesh) not in _known:
+        _known[id(mesh)] = Known()
+        weakref.finalize(mesh, _known.pop, id(mesh), None)
+    return _known[id(mesh)]
 
 
 class Parts:
@@ -178,7 +196,8 @@ def _sharding(parts: Parts, bounds: str, backend: str | None) -> Sharding:
     chosen = parts.only(sharded=True)
     fields = [(each.dtype, each.shape[1:]) for each in chosen if each is not None]
     key = (dim, bounds, backend, parts.rows, tuple(fields))
-    agreements = _agreements.setdefault(mesh, {})
+    known = _known_of(mesh)
+    agreements, shardings = known.agreements, known.shardings
     offers = agreements.get(key)
 
     def own_part() -> Part:
@@ -191,7 +210,6 @@ def _sharding(parts: Parts, bounds: str, backend: str | None) -> Sharding:
         agreements[key] = offers
     else:
         part = own_part()
-    shardings = _shardings.setdefault(mesh, {})
     own_key = (key, tuple(offers), part.local.request, part.local.site.labels)
     if own_key not in shardings:
         if len(shardings) >= KEPT:
