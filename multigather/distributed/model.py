@@ -209,7 +209,7 @@ def simulate(load: Load, deduplicate: bool, seed: int = 0) -> Traffic:
     for rank in range(load.ranks):
         indices = draw(load, generator)
         if deduplicate:
-            indices = indices.unique()
+            indices = torch.unique(indices)
         counts = torch.bincount(indices // per_rank, minlength=load.ranks)
         asked += len(indices)
         served += counts
