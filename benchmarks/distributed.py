@@ -72,7 +72,8 @@ def per_buffer(bufs: Sequence[torch.Tensor], rows_per_rank: int, device: torch.d
 
 def dtensor_indexing(bufs: Sequence[torch.Tensor], device: torch.device) -> Gather:
     """``dtensor[indices]``, the indices of all ranks as one DTensor, rows back to their rank."""
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     tables = [DTensor.from_local(buf, mesh, [Shard(0)]) for buf in bufs]

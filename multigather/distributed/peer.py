@@ -194,19 +194,24 @@ def symmetric(*local_bufs: Any, group: dist.ProcessGroup | None = None) -> tuple
     memory = _symmetric_memory.empty(shape, dtype=torch.uint8, device=device)
     with named("making memory symmetric (rendezvous)", group):
         handle = _symmetric_memory.rendezvous(memory, group)
-    addresses = tuple(
-        handle.get_buffer(rank, shape, torch.uint8).data_ptr() for rank in range(group.size())
-    )
-    slab = SymmetricSlab(layout, addresses, (memory, handle))
+    # Unlike `get_buffer` this knows where in its allocation the tensor is.
+    slabs = [handle.get_remote_tensor(rank, shape, torch.uint8) for rank in range(group.size())]
+    slab = SymmetricSlab(layout, tuple(each.data_ptr() for each in slabs), (memory, handle))
     count = rows[group.rank()]
     copies = layout.views(memory[:count, : layout.stride])
     numbers = torch.arange(count, device=device)
     api.gather(numbers, *tensors, out=copies, bounds="unchecked")
     for number, copied in enumerate(copies):
         setattr(copied, MARK, (slab, number))
-    torch.cuda.current_stream(device).synchronize()
+    first_rows: list[Any] = [None] * group.size()
+    own = memory[0].tolist()  # after the copies
     with named("waiting for all copies (all_gather_object)", group):
-        dist.all_gather_object(places, None, group=group)
+        dist.all_gather_object(first_rows, own, group=group)
+    # The addresses are used unchecked from here on, and torch's interface to them is not public.
+    seen = [each[0].tolist() for each in slabs]
+    if seen != first_rows:
+        wrong = next(rank for rank, row in enumerate(seen) if row != first_rows[rank])
+        raise RuntimeError(f"symmetric memory of rank {wrong} does not show what rank {wrong} has")
     remaining = iter(copies)
     items = [None if leaf is None else next(remaining) for leaf in leaves]
     if structure is None:

@@ -46,7 +46,7 @@ def wanted_rows(indices: torch.Tensor, total: int, bounds: str) -> tuple[torch.T
     Returns:
         int64 row numbers, ``total`` where an index is bad; and whether none of them certainly is.
     """
-    wide = as_int64(indices)
+    wide = as_int64(indices).contiguous()  # searches warn of others
     if bounds == "unchecked":
         return wide, True
     if wide.device.type == "cpu" and len(wide):
