@@ -30,7 +30,10 @@ ROOT = Path(__file__).resolve().parent.parent
 def run_jobs(folder: Path, seconds: float, *jobs: str) -> None:
     """Run jobs such as ``cases:8``; whoever is left at the time limit is killed."""
     command = [sys.executable, ROOT / "tests" / "distributed_worker.py", folder, *jobs]
-    parent = subprocess.Popen(command, start_new_session=True)
+    # Where PYTHONSAFEPATH is set, a script does not find its neighbours by itself.
+    paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    parent = subprocess.Popen(command, start_new_session=True, env=environment)
     try:
         parent.wait(seconds)
     except subprocess.TimeoutExpired:
