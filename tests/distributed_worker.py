@@ -391,6 +391,13 @@ def one_rank_makes_no_collective_call() -> None:
 
 
 @case
+def ranks_outside_a_group_are_refused() -> None:
+    if rank:
+        with raises(ValueError, "this rank is not in the group"):
+            shard(torch.zeros(1), group=groups[1])
+
+
+@case
 def a_repeated_row_is_sent_once() -> None:
     """The bytes of the third all-to-all tell it."""
     whole = Whole([10] * 8, MIXED)

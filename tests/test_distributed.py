@@ -18,7 +18,7 @@ from cases import POISON, assert_gathered, raw_bytes
 from conftest import Target
 
 import multigather
-from multigather.distributed import peer
+from multigather.distributed import peer, shard
 from multigather.distributed.agreement import Offer
 from multigather.distributed.peer import SymmetricSlab
 from multigather.distributed.plan import Options, Part, local_executable, sharding_of
@@ -74,6 +74,11 @@ def assert_passed(outcomes: list[dict[str, str]], name: str) -> None:
         if each.get(name) != ""
     ]
     assert not failed, "\n".join(failed)
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(RuntimeError, match=r"init_process_group\(\) first"):
+        shard(torch.zeros(3))
 
 
 def test_a_rank_that_dies_or_does_not_come(tmp_path: Path) -> None:
