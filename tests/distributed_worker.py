@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import cuda_host
 import numpy as np
 import pytest
 import scripts
@@ -37,6 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import multigather
+from multigather import api, dispatch
 from multigather.distributed import CapacityError, peer, shard, symmetric
 
 SIZES = (1, 2, 3, 8)
@@ -388,6 +390,30 @@ def one_rank_makes_no_collective_call() -> None:
         with counted() as made:
             whole.check(plan(torch.tensor([4, -5])), torch.tensor([4, -5]))
         assert not made and "one rank" in plan.explain()
+
+
+@case
+def kernels_pack_and_unpack_in_one_launch_each() -> None:
+    """The CUDA source, as C++ on the CPU; a field of a slab has the alignment that it needs."""
+    if rank > 1 or not cuda_host.compiler():
+        return
+    kept = dispatch.BACKENDS
+    backend = cuda_host.HostCudaBackend()
+    dispatch.BACKENDS = (backend, *kept[1:])
+    api.forget()
+    try:
+        for buffers in (1, 6):
+            whole = Whole([30, 20], (MIXED * 2)[:buffers], gap=8)
+            for capacity in (None, 50):
+                plan = shard(*whole.own, group=groups[2], backend="cupy", capacity=capacity)
+                indices = torch.arange(50).flip(0) * 3 % 50
+                before = backend.launches
+                results = plan(indices)
+                assert backend.launches == before + 2
+                whole.check(results, indices)
+    finally:
+        dispatch.BACKENDS = kept
+        api.forget()
 
 
 @case

@@ -31,13 +31,15 @@ class Slab:
         gather: gathers from them.
     """
 
-    def __init__(self, shards: Shards, room: int, bounds: str, local: Executable) -> None:
+    def __init__(
+        self, shards: Shards, room: int, bounds: str, local: Executable, backend: str | None
+    ) -> None:
         device = local.request.device
         self.memory = torch.empty((room, shards.layout.stride), dtype=torch.uint8, device=device)
         self.fields = shards.layout.views(self.memory)
         fields = tuple(map(field_of, self.fields))
         request = Request(device, False, torch.int64, 0, bounds, fields)
-        self.gather = Executable(request, None, local.site.labels)
+        self.gather = Executable(request, backend, local.site.labels)
 
 
 class Exchange:
@@ -50,6 +52,7 @@ class Exchange:
         bounds: "unchecked" if each index is promised to have a row, else "fill".
         deduplicate: whether a row that is asked for repeatedly is sent once.
         capacity: most rows that a rank asks of another one; None for any number.
+        backend: as for `multigather.gather`.
         reason: why this transport and not the other one.
     """
 
@@ -63,18 +66,18 @@ class Exchange:
         bounds: str,
         deduplicate: bool,
         capacity: int | None,
+        backend: str | None,
         reason: str,
     ) -> None:
         self._group, self._shards, self._local = group, shards, local
         self._deduplicate, self._capacity = deduplicate, capacity
-        self._reason = reason
+        self._backend, self._reason = backend, reason
         self._bounds = bounds if capacity is None else "fill"
         self.may_miss = capacity is not None
         self._first_row = shards.offsets[group.rank()]
         self._offsets = torch.tensor(shards.offsets, device=local.request.device)
         room = 0 if capacity is None else capacity * group.size()
-        self._outgoing = Slab(shards, room, self._bounds, local)
-        self._incoming = Slab(shards, room, self._bounds, local)
+        self._outgoing, self._incoming = self._slab(room), self._slab(room)
 
     def __call__(
         self,
@@ -134,11 +137,9 @@ class Exchange:
         mine, theirs = torch.stack((counts, others)).tolist()  # the one wait for the device
         in_rows, out_rows = sum(mine), sum(theirs)
         if in_rows > len(self._incoming.memory):
-            room = in_rows + in_rows // SPARE
-            self._incoming = Slab(self._shards, room, self._bounds, self._local)
+            self._incoming = self._slab(in_rows + in_rows // SPARE)
         if out_rows > len(self._outgoing.memory):
-            room = out_rows + out_rows // SPARE
-            self._outgoing = Slab(self._shards, room, self._bounds, self._local)
+            self._outgoing = self._slab(out_rows + out_rows // SPARE)
         requests = asked[:in_rows].to(self._shards.index_dtype)
         wanted = requests.new_empty(out_rows)
         with named("exchanging row numbers (all_to_all_single 2 of 3)", self._group):
@@ -179,6 +180,9 @@ class Exchange:
         with named("exchanging rows (all_to_all_single 2 of 2)", self._group):
             dist.all_to_all_single(self._incoming.memory, self._outgoing.memory, group=self._group)
         return numbers, (starts.diff() - capacity).clamp_(min=0).sum()
+
+    def _slab(self, room: int) -> Slab:
+        return Slab(self._shards, room, self._bounds, self._local, self._backend)
 
     def _pack(self, wanted: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
         """Gather own rows into the outgoing slab."""

@@ -93,7 +93,8 @@ def shard(
         group: the ranks; None for all. Its time-out bounds how long a call waits for a rank that
             does not come.
         bounds: what an index outside all ranks' rows means, as for `multigather.gather`.
-        backend: for the gathers from own rows, as for `multigather.gather`.
+        backend: for the gathers into and from what is sent, as for `multigather.gather`; ranks may
+            differ in it.
         deduplicate: whether a row that a rank asks for repeatedly is sent to it once. "auto" does
             so where all buffers' rows together have at least 64 bytes.
         capacity: most different rows (rows, without ``deduplicate``) that a rank may ask another
@@ -327,6 +328,13 @@ def sharding_of(
         if options.transport == "auto":
             reason = f"the buffers of rank {others[0]} are not in symmetric memory"
         transport = Exchange(
-            group, shards, own, inner, bool(deduplicate), options.capacity, f"not peer: {reason}"
+            group,
+            shards,
+            own,
+            inner,
+            bool(deduplicate),
+            options.capacity,
+            backend,
+            f"not peer: {reason}",
         )
     return Sharding(shards, transport, part.local, options.bounds)
