@@ -9,10 +9,10 @@ STAMP := $(VENV)/.stamp
 LINT_STAMP := $(VENV)/.lint-stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu gpu-soak lint docs clean
+.PHONY: help demo test gpu gpu2 gpu-soak lint docs clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP)  ## gather from real data on your device, check every byte, show times
 	$(VENV)/bin/multigather demo $(ARGS)
@@ -23,6 +23,9 @@ test: $(STAMP)  ## run the tests, on up to eight cores
 
 gpu:  ## GPU tests, then the benchmark, with the Python at hand: no venv, no network
 	$(PYTHON) tools/gpu_check.py $(ARGS)
+
+gpu2:  ## tests and benchmark of multigather.distributed on two GPUs, with the Python at hand
+	$(PYTHON) tools/gpu2_check.py $(ARGS)
 
 gpu-soak:  ## the long form of the GPU's reliability tests: service, fuzzing, sanitizers
 	$(PYTHON) tools/gpu_soak.py $(ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,7 +53,9 @@ def gather(
             read in place; or containers of them: dicts, tuples, named tuples, lists, TensorDicts,
             tensorclasses, registered dataclasses and what else torch's pytree knows. Buffers in
             pinned host memory with ``indices`` on a GPU are read in place, and the outputs are on
-            the GPU.
+            the GPU. Or DTensors, all of them placed ``Shard(0)`` or ``Replicate``: each rank then
+            gathers its own global ``indices``, and every rank makes the call
+            (see `multigather.distributed`).
         out: where to write, in the same structure as ``bufs``: tensors of the outputs' shape,
             dtype and device whose rows are contiguous (the rows may be strided) and which overlap
             no input, or NumPy or CuPy arrays like that. None makes new tensors.
@@ -154,6 +157,10 @@ def gather_checked(
     key = _key(indices, leaves, bounds, backend, structure)
     executable = _executables.get(key) if key is not None else None
     if executable is None:
+        if any(map(_is_dtensor, tensors)):
+            from .distributed import routing
+
+            return routing.gather(indices, bufs, out, bounds, backend), None
         executable = _make(key, indices, bufs, leaves, tensors, bounds, backend)
     if executable is None:
         if out is not None:
@@ -234,6 +241,10 @@ def explain(
     indices = containers.as_indices(indices)
     leaves, _ = containers.flatten(bufs)
     tensors = [leaf for leaf in leaves if leaf is not None]
+    if any(map(_is_dtensor, tensors)):
+        from .distributed import routing
+
+        return routing.explain(bufs, bounds, backend)
     executable = _make(None, indices, bufs, leaves, tensors, bounds, backend)
     if executable is None:
         return dispatch.Explanation("    no buffers: nothing to gather", (), {})
@@ -438,6 +449,12 @@ def _remedy(item: Any) -> str:
     if dataclasses.is_dataclass(item):
         return f"register the dataclass once with torch.export.register_dataclass({name})"
     return "convert it with torch.as_tensor"
+
+
+def _is_dtensor(tensor: Any) -> bool:
+    """Whether it is a DTensor; asked only where no executable is known: they never have one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _check_strided(tensor: torch.Tensor, label: str) -> None:

@@ -52,6 +52,9 @@ FORKED = (
 # Labels of the buffers of each plan, for as long as the plan lives.
 plans: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
+# What else has errors that arrive later: each has a device and `raise_seen`, which `check` calls.
+watched: weakref.WeakSet[Any] = weakref.WeakSet()
+
 _boards: dict[torch.device, Board] = {}
 _boards_lock = Lock()
 
@@ -260,6 +263,7 @@ def check(device: torch.device | str | int | None = None) -> None:
     Raises:
         IndexError: names position, value, buffer and row count of the first bad index that no
             earlier call has reported, and how many there were.
+        CapacityError: a plan of `multigather.distributed` had too little capacity.
         RuntimeError: while a CUDA graph is being captured, when nothing may be waited for; or
             ``device`` is a CUDA device and the process was forked from one that used CUDA.
         ValueError: ``device`` is neither a CUDA device nor "cpu".
@@ -293,3 +297,6 @@ def check(device: torch.device | str | int | None = None) -> None:
                 )
             torch.cuda.synchronize(wanted)
         raise_all(wanted)
+        for each in list(watched):
+            if each.device == wanted:
+                each.raise_seen()

@@ -77,6 +77,10 @@ class RowLayout:
         """The fields ``[rows, ...]`` of a slab of shape ``[rows, stride]`` and dtype uint8."""
         fields = []
         for column, offset in zip(self.columns, self.offsets, strict=True):
+            if not column.row_bytes:  # no view, because the row stride may be too small for one
+                shape = (len(slab), *column.row_shape)
+                fields.append(slab.new_empty(shape, dtype=column.dtype))
+                continue
             field = slab[:, offset : offset + column.row_bytes].view(column.dtype)
             shape = (len(slab), *column.row_shape)
             fields.append(field.view(shape) if column.row_shape else field[:, 0])

@@ -120,7 +120,8 @@ import json, sys
 import torch
 import multigather as mg
 mg.gather(torch.tensor([1]), torch.zeros(2, 3))
-print(json.dumps([name for name in ("cupy", "triton", "pydantic") if name in sys.modules]))
+others = ("cupy", "triton", "pydantic", "torch.distributed.tensor", "multigather.distributed")
+print(json.dumps([name for name in others if name in sys.modules]))
 """,
         tmp_path,
     )

@@ -130,6 +130,17 @@ def test_gpu_check_names_what_is_missing(monkeypatch, capsys):
     assert "cannot run without pytest" in printed
 
 
+def test_gpu2_check_ends_with_a_table(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    gpu2_check = importlib.import_module("gpu2_check")
+    report = json.loads((ROOT / "benchmarks" / "gloo-2.json").read_text())
+    text = gpu2_check.summary(report | {"peer_copy_gb_per_s": {"cuda:1": 300.0}})
+    assert len(text.splitlines()) == 1 + sum(1 + len(r["missing"]) for r in report["results"])
+    assert "replay, uniform, 409 indices: exchange" in text
+    assert "not peer reads: UnsupportedError: no symmetric memory" in text
+    assert text.endswith("plain copies from peers: cuda:1 300.0 GB/s")
+
+
 @pytest.fixture
 def gpu_soak(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")  # it imports gpu_check
