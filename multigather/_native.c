@@ -206,6 +206,44 @@ static uint64_t *numbers_of(PyObject *sequence, Py_ssize_t *count)
     return numbers;
 }
 
+/* request.bucket_of; -1 for a number whose square has no room here. */
+static long bucket_of(int64_t number)
+{
+    if (number < 0 || number > UINT32_MAX)
+        return -1;
+    long bits = 0;
+    for (uint64_t square = (uint64_t)number * (uint64_t)number; square; square >>= 1)
+        bits++;
+    return bits >> 1;
+}
+
+/* A new output: of the row shape, strides and dtype of `output`, for so many indices. */
+static PyObject *new_output(PyObject *empty, PyObject *output, int64_t numel)
+{
+    PyObject *row_shape = PyTuple_GET_ITEM(output, 0);
+    Py_ssize_t dimensions = PyTuple_GET_SIZE(row_shape);
+    PyObject *shape = PyTuple_New(1 + dimensions), *rows = PyLong_FromLongLong(numel);
+    if (shape == NULL || rows == NULL) {
+        Py_XDECREF(shape);
+        Py_XDECREF(rows);
+        return NULL;
+    }
+    PyTuple_SET_ITEM(shape, 0, rows);
+    for (Py_ssize_t k = 0; k < dimensions; k++)
+        PyTuple_SET_ITEM(shape, 1 + k, Py_NewRef(PyTuple_GET_ITEM(row_shape, k)));
+    PyObject *arguments[] = {shape, PyTuple_GET_ITEM(output, 1), PyTuple_GET_ITEM(output, 2)};
+    PyObject *tensor = PyObject_Vectorcall(empty, arguments, 3, NULL);
+    Py_DECREF(shape);
+    return tensor;
+}
+
+/* Whether `new_output` can take it. */
+static int is_output(PyObject *output)
+{
+    return PyTuple_Check(output) && PyTuple_GET_SIZE(output) == 3 &&
+           PyTuple_Check(PyTuple_GET_ITEM(output, 0));
+}
+
 /* ---- Launch -------------------------------------------------------------------------------- */
 
 /* launch.Launch: everything of a launch but the addresses of its tensors. */
@@ -219,12 +257,21 @@ typedef struct {
     Py_ssize_t place_count, offset_count;
     uint64_t *places, *offsets;
     PyObject *device, *current_stream, *otherwise;
+    /* launch.Scale: three numbers for each term; no terms if it is for one number of indices. */
+    uint64_t least, most, count_place, starts_place;
+    Py_ssize_t term_count;
+    uint64_t *terms;
 } Launch;
+
+/* Where a launch has no place for the first tiles. */
+static const uint64_t NOWHERE = UINT64_MAX;
 
 /* Memory for one launch: its block of parameters, and their addresses. */
 typedef struct {
     unsigned char *block;
     void **parameters;
+    unsigned grid;
+    int64_t scaled; /* to so many indices; -1: as the launch is */
     void *heap;
     void *small_parameters[SMALL_PARAMETERS];
     /* As the driver reads it: a structure's widest member is a pointer or a 64-bit integer. */
@@ -236,6 +283,8 @@ static int memory_for(const Launch *launch, Memory *memory)
     memory->block = (unsigned char *)memory->small_block;
     memory->parameters = memory->small_parameters;
     memory->heap = NULL;
+    memory->grid = launch->grid;
+    memory->scaled = -1;
     if (launch->size > SMALL_BLOCK || launch->offset_count > SMALL_PARAMETERS) {
         size_t pointers = (size_t)launch->offset_count * sizeof(void *);
         memory->heap = PyMem_Malloc(pointers + (size_t)launch->size);
@@ -248,6 +297,29 @@ static int memory_for(const Launch *launch, Memory *memory)
     }
     memcpy(memory->block, launch->template, (size_t)launch->size);
     return 0;
+}
+
+/* Whether a launch can be scaled to a number of indices. */
+static int scales_to(const Launch *launch, int64_t count)
+{
+    return launch->term_count && (uint64_t)count - launch->least <= launch->most - launch->least;
+}
+
+/* Scale a launch to a number of indices: see launch.Launch.at. */
+static void scale(const Launch *launch, Memory *memory, int64_t count)
+{
+    uint64_t grid = 0;
+    for (Py_ssize_t k = 0; k < launch->term_count; k += 3) {
+        const uint64_t *term = launch->terms + k;
+        if (launch->starts_place != NOWHERE) {
+            uint32_t start = (uint32_t)grid;
+            memcpy(memory->block + launch->starts_place + 4 * (k / 3), &start, sizeof start);
+        }
+        grid += ((uint64_t)count * term[0] + term[1] - 1) / term[1] * term[2];
+    }
+    memcpy(memory->block + launch->count_place, &count, sizeof count);
+    memory->grid = (unsigned)grid;
+    memory->scaled = count;
 }
 
 static void put(const Launch *launch, Memory *memory, Py_ssize_t number, uint64_t address)
@@ -271,7 +343,10 @@ static int launch_otherwise(const Launch *launch, const Memory *memory)
         }
         PyList_SET_ITEM(addresses, k, number);
     }
-    PyObject *nothing = PyObject_CallOneArg(launch->otherwise, addresses);
+    PyObject *nothing =
+        memory->scaled < 0
+            ? PyObject_CallOneArg(launch->otherwise, addresses)
+            : PyObject_CallFunction(launch->otherwise, "OL", addresses, (long long)memory->scaled);
     Py_DECREF(addresses);
     Py_XDECREF(nothing);
     return nothing == NULL ? -1 : 0;
@@ -290,7 +365,7 @@ static int launch_now(const Launch *launch, Memory *memory)
         memory->parameters[k] = memory->block + launch->offsets[k];
     int refused;
     Py_BEGIN_ALLOW_THREADS
-    refused = launch->driver(launch->function, launch->grid, 1, 1, launch->threads, 1, 1,
+    refused = launch->driver(launch->function, memory->grid, 1, 1, launch->threads, 1, 1,
                              launch->shared_bytes, stream, memory->parameters, NULL);
     Py_END_ALLOW_THREADS
     return refused ? launch_otherwise(launch, memory) : 0;
@@ -313,23 +388,53 @@ static void Launch_dealloc(Launch *self)
     PyMem_Free(self->template);
     PyMem_Free(self->places);
     PyMem_Free(self->offsets);
+    PyMem_Free(self->terms);
     Py_TYPE(self)->tp_free(self);
+}
+
+/* Take over launch.Scale: least, most, count_place, starts_place, terms. */
+static int read_scale(Launch *self, PyObject *numbers)
+{
+    PyObject *terms;
+    unsigned long long least, most, count_place, starts_place;
+    if (!PyArg_ParseTuple(numbers, "KKKKO:scale", &least, &most, &count_place, &starts_place,
+                          &terms))
+        return -1;
+    self->terms = numbers_of(terms, &self->term_count);
+    if (self->terms == NULL)
+        return -1;
+    self->least = least;
+    self->most = most;
+    self->count_place = count_place;
+    self->starts_place = starts_place;
+    uint64_t size = (uint64_t)self->size, room = 4 * (uint64_t)(self->term_count / 3);
+    int fits = self->term_count > 0 && self->term_count % 3 == 0 && least <= most && size >= 8 &&
+               count_place <= size - 8 &&
+               (starts_place == NOWHERE || (room <= size && starts_place <= size - room));
+    for (Py_ssize_t k = 1; fits && k < self->term_count; k += 3)
+        fits = self->terms[k] > 0;
+    if (!fits) {
+        PyErr_Format(PyExc_ValueError, "a block of %zd bytes does not scale by %R", self->size,
+                     numbers);
+        return -1;
+    }
+    return 0;
 }
 
 static PyObject *Launch_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
     static char *names[] = {"driver",         "function", "grid",   "threads", "shared_bytes",
                             "device",         "current_stream", "template", "places", "offsets",
-                            "otherwise",      NULL};
+                            "otherwise",      "scale",    NULL};
     unsigned long long driver, function;
     unsigned grid, threads, shared_bytes;
-    PyObject *device, *current_stream, *places, *offsets, *otherwise;
+    PyObject *device, *current_stream, *places, *offsets, *otherwise, *scale = Py_None;
     const char *template;
     Py_ssize_t size;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "KKIIIO!Oy#OOO:Launch", names, &driver,
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "KKIIIO!Oy#OOO|O:Launch", names, &driver,
                                      &function, &grid, &threads, &shared_bytes, &PyLong_Type,
                                      &device, &current_stream, &template, &size, &places, &offsets,
-                                     &otherwise))
+                                     &otherwise, &scale))
         return NULL;
     if (driver == 0)
         return PyErr_Format(PyExc_ValueError, "there is no driver to launch with");
@@ -368,6 +473,8 @@ static PyObject *Launch_new(PyTypeObject *type, PyObject *arguments, PyObject *k
                                 size, (unsigned long long)start);
         }
     }
+    if (scale != Py_None && read_scale(self, scale) < 0)
+        Py_CLEAR(self);
     return (PyObject *)self;
 }
 
@@ -418,14 +525,16 @@ typedef struct {
 
 /* Gather from guarded tensors: new outputs, or NULL without an error if this call must go the long
    way. */
-static PyObject *launch_new(const LaunchNew *self, const Launch *launch, PyObject *allocations,
-                            PyObject *const *tensors)
+static PyObject *launch_new(const LaunchNew *self, const Launch *launch, PyObject *outputs,
+                            PyObject *const *tensors, int64_t numel)
 {
     uint64_t address;
     PyObject *outs = NULL;
     Memory memory;
     if (memory_for(launch, &memory) < 0)
         return NULL;
+    if (launch->term_count)
+        scale(launch, &memory, numel);
     for (Py_ssize_t k = 0; k < self->count; k++) {
         if (address_of(tensors[1 + k], &address) < 0 ||
             (address & self->masks[k]) != self->values[k] || address == 0)
@@ -437,7 +546,7 @@ static PyObject *launch_new(const LaunchNew *self, const Launch *launch, PyObjec
     put(launch, &memory, 0, address);
     outs = PyTuple_New(self->count);
     for (Py_ssize_t k = 0; outs != NULL && k < self->count; k++) {
-        PyObject *out = PyObject_Call(self->empty, PyTuple_GET_ITEM(allocations, k), NULL);
+        PyObject *out = new_output(self->empty, PyTuple_GET_ITEM(outputs, k), numel);
         if (out == NULL || address_of(out, &address) < 0) {
             Py_XDECREF(out);
             Py_CLEAR(outs);
@@ -453,29 +562,44 @@ done:
     return outs;
 }
 
-/* The launch and the allocations for a number of indices, as borrowed from a new reference to
-   their pair: 1, 0 if there are none, or -1 with an error. */
+/* Whether a pair is a launch into buffers of this gather and what `new_output` takes for each. */
+static int is_prepared(const LaunchNew *self, PyObject *pair)
+{
+    int fits = PyTuple_Check(pair) && PyTuple_GET_SIZE(pair) == 2 &&
+               launches_into(PyTuple_GET_ITEM(pair, 0), self->count) &&
+               PyTuple_Check(PyTuple_GET_ITEM(pair, 1)) &&
+               PyTuple_GET_SIZE(PyTuple_GET_ITEM(pair, 1)) == self->count;
+    for (Py_ssize_t k = 0; fits && k < self->count; k++)
+        fits = is_output(PyTuple_GET_ITEM(PyTuple_GET_ITEM(pair, 1), k));
+    return fits;
+}
+
+/* The launch and the outputs for a number of indices, as a new reference to their pair: 1, 0 if
+   there are none, or -1 with an error. Under ~bucket_of(number) is one for a range of numbers,
+   under the number itself one for it alone. */
 static int prepared(const LaunchNew *self, int64_t numel, PyObject **pair)
 {
-    PyObject *key = PyLong_FromLongLong(numel);
-    if (key == NULL)
-        return -1;
-    PyObject *found = PyDict_GetItemWithError(self->launches, key);
-    Py_DECREF(key);
-    if (found == NULL)
-        return PyErr_Occurred() ? -1 : 0;
-    int fits = PyTuple_Check(found) && PyTuple_GET_SIZE(found) == 2 &&
-               launches_into(PyTuple_GET_ITEM(found, 0), self->count) &&
-               PyTuple_Check(PyTuple_GET_ITEM(found, 1)) &&
-               PyTuple_GET_SIZE(PyTuple_GET_ITEM(found, 1)) == self->count;
-    for (Py_ssize_t k = 0; fits && k < self->count; k++)
-        fits = PyTuple_Check(PyTuple_GET_ITEM(PyTuple_GET_ITEM(found, 1), k));
-    if (!fits) {
-        PyErr_Format(PyExc_TypeError, "no launch and its allocations: %R", found);
-        return -1;
+    for (int exact = 0; exact < 2; exact++) {
+        PyObject *key = PyLong_FromLongLong(exact ? numel : ~bucket_of(numel));
+        if (key == NULL)
+            return -1;
+        PyObject *found = PyDict_GetItemWithError(self->launches, key);
+        Py_DECREF(key);
+        if (found == NULL && PyErr_Occurred())
+            return -1;
+        if (found == NULL)
+            continue;
+        if (!is_prepared(self, found)) {
+            PyErr_Format(PyExc_TypeError, "no launch and its outputs: %R", found);
+            return -1;
+        }
+        const Launch *launch = (Launch *)PyTuple_GET_ITEM(found, 0);
+        if (exact ? !launch->term_count : scales_to(launch, numel)) {
+            *pair = Py_NewRef(found);
+            return 1;
+        }
     }
-    *pair = Py_NewRef(found);
-    return 1;
+    return 0;
 }
 
 static PyObject *LaunchNew_call(PyObject *object, PyObject *const *arguments, size_t flags,
@@ -491,7 +615,7 @@ static PyObject *LaunchNew_call(PyObject *object, PyObject *const *arguments, si
         numel_of(PyTuple_GET_ITEM(tensors, 0), &numel) == 0 &&
         prepared(self, numel, &pair) == 1 && on_device(self->current_device, self->device) == 1)
         outs = launch_new(self, (Launch *)PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1),
-                          &PyTuple_GET_ITEM(tensors, 0));
+                          &PyTuple_GET_ITEM(tensors, 0), numel);
     Py_XDECREF(pair);
     Py_XDECREF(tensors);
     if (outs == NULL && !PyErr_Occurred())
@@ -787,17 +911,6 @@ static int gather_unlocked(const struct GatherCall *call)
     return refused;
 }
 
-/* request.bucket_of; -1 for a number whose square has no room here. */
-static long bucket_of(int64_t number)
-{
-    if (number < 0 || number > UINT32_MAX)
-        return -1;
-    long bits = 0;
-    for (uint64_t square = (uint64_t)number * (uint64_t)number; square; square >>= 1)
-        bits++;
-    return bits >> 1;
-}
-
 /* Whether this gathers such numbers of indices: 1, 0, or -1 with an error. */
 static int in_buckets(PyObject *buckets, int64_t numel)
 {
@@ -807,26 +920,6 @@ static int in_buckets(PyObject *buckets, int64_t numel)
     int found = PySet_Contains(buckets, bucket);
     Py_DECREF(bucket);
     return found;
-}
-
-/* A new output: of the row shape, strides and dtype of `output`, for so many indices. */
-static PyObject *new_output(PyObject *empty, PyObject *output, int64_t numel)
-{
-    PyObject *row_shape = PyTuple_GET_ITEM(output, 0);
-    Py_ssize_t dimensions = PyTuple_GET_SIZE(row_shape);
-    PyObject *shape = PyTuple_New(1 + dimensions), *rows = PyLong_FromLongLong(numel);
-    if (shape == NULL || rows == NULL) {
-        Py_XDECREF(shape);
-        Py_XDECREF(rows);
-        return NULL;
-    }
-    PyTuple_SET_ITEM(shape, 0, rows);
-    for (Py_ssize_t k = 0; k < dimensions; k++)
-        PyTuple_SET_ITEM(shape, 1 + k, Py_NewRef(PyTuple_GET_ITEM(row_shape, k)));
-    PyObject *arguments[] = {shape, PyTuple_GET_ITEM(output, 1), PyTuple_GET_ITEM(output, 2)};
-    PyObject *tensor = PyObject_Vectorcall(empty, arguments, 3, NULL);
-    Py_DECREF(shape);
-    return tensor;
 }
 
 /* Gather from guarded tensors: new outputs, or NULL without an error if this call must go the long
@@ -927,8 +1020,7 @@ static PyObject *Copy_new(PyTypeObject *type, PyObject *arguments, PyObject *key
     Py_ssize_t count = PyTuple_GET_SIZE(outputs);
     for (Py_ssize_t k = 0; k < count; k++) {
         PyObject *each = PyTuple_GET_ITEM(outputs, k);
-        if (!PyTuple_Check(each) || PyTuple_GET_SIZE(each) != 3 ||
-            !PyTuple_Check(PyTuple_GET_ITEM(each, 0)))
+        if (!is_output(each))
             return PyErr_Format(PyExc_TypeError, "no row shape, strides and dtype: %R", each);
     }
     if (size != count * (Py_ssize_t)sizeof(struct GatherField))

@@ -38,7 +38,8 @@ class Launch:
         template: bytes,
         places: Sequence[int],
         offsets: Sequence[int],
-        otherwise: Callable[[Sequence[int]], None],
+        otherwise: Callable[..., None],
+        scale: tuple[int, int, int, int, Sequence[int]] | None = None,
     ) -> Launch: ...
 
 class LaunchNew:

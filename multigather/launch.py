@@ -12,6 +12,8 @@ from __future__ import annotations
 import array
 import ctypes
 import functools
+import itertools
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -150,6 +152,29 @@ def writer(places: tuple[int, ...]) -> Callable[[array.array[int], Sequence[int]
     return scope["write"]  # type: ignore[no-any-return]
 
 
+class Scale(NamedTuple):
+    """How a launch depends on the number of indices, so that it is made once for a range of them.
+
+    Attributes:
+        least: number of indices that it is for, at least.
+        most: and at most.
+        count_place: where in a block the number is, as 64 bits.
+        starts_place: where the number of the first thread block of each term is, as 32 bits one
+            after the other; `NOWHERE` if the kernel does not ask.
+        terms: what the grid is the sum of: ``-(-count * parts // tile) * chunks`` for each
+            ``(parts, tile, chunks)``.
+    """
+
+    least: int
+    most: int
+    count_place: int
+    starts_place: int
+    terms: tuple[tuple[int, int, int], ...]
+
+
+NOWHERE = 2**64 - 1
+
+
 class Launch:
     """One launch of which only the addresses are still open.
 
@@ -166,6 +191,7 @@ class Launch:
         places: where in a block each address that a call brings goes, multiples of 8.
         offsets: where in a block each parameter of the function starts.
         keep: objects that must live as long as the function.
+        scale: how to make the same launch for another number of indices, if that is known.
     """
 
     def __init__(
@@ -179,7 +205,9 @@ class Launch:
         places: Sequence[int],
         offsets: Sequence[int],
         keep: Any = None,
+        scale: Scale | None = None,
     ) -> None:
+        self.scale = scale
         self.function = function
         self.grid = grid
         self.threads = threads
@@ -194,12 +222,53 @@ class Launch:
         self.facts = (function, grid, threads, shared_bytes, self.write, self.pool, self)
         self._keep = keep
 
+    def at(self, count: int) -> Launch:
+        """The launch for another number of indices within the scale's range."""
+        assert self.scale is not None
+        parameters = bytearray(self.parameters)
+        _, _, count_place, starts_place, terms = self.scale
+        struct.pack_into("=q", parameters, count_place, count)
+        tiles = [-(-count * parts // tile) * chunks for parts, tile, chunks in terms]
+        if starts_place != NOWHERE:
+            starts = itertools.accumulate(tiles[:-1], initial=0)
+            struct.pack_into(f"={len(tiles)}I", parameters, starts_place, *starts)
+        return Launch(
+            self.function,
+            sum(tiles),
+            self.threads,
+            self.shared_bytes,
+            self.device,
+            bytes(parameters),
+            self.places,
+            self.offsets,
+            self._keep,
+            self.scale,
+        )
+
+    def fixed(self) -> Launch:
+        """The same launch, for its own number of indices only."""
+        if self.scale is None:
+            return self
+        return Launch(
+            self.function,
+            self.grid,
+            self.threads,
+            self.shared_bytes,
+            self.device,
+            self.parameters,
+            self.places,
+            self.offsets,
+            self._keep,
+        )
+
     def new_block(self) -> Block:
         """Another block of parameters, its constants in place."""
         return Block.of(self.parameters, self.offsets)
 
-    def __call__(self, addresses: Sequence[int]) -> None:
-        """Launch on torch's current stream of the device."""
+    def __call__(self, addresses: Sequence[int], count: int | None = None) -> None:
+        """Launch on torch's current stream of the device, for another count if one is given."""
+        if count is not None:
+            return self.at(count)(addresses)
         if current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self(addresses)
@@ -231,6 +300,8 @@ class Launch:
             self.places,
             self.offsets,
             self,
+            self.scale
+            and (*self.scale[:4], [number for term in self.scale.terms for number in term]),
         )
 
     def _launch(self, block: Block) -> None:

@@ -113,11 +113,15 @@ class Shortcut:
         if launch is not None:
             if len(self._launches) >= KernelRunner.KEPT:
                 self._launches.clear()
-            self._launches[count] = (
-                (launch.native, allocations(self.executable.request, count))
-                if self._native
-                else launch.facts
-            )
+            if self._native:
+                # Under ~bucket the extension finds a launch for a range of numbers, two of which
+                # may share a bucket.
+                key = ~bucket_of(count)
+                if launch.scale is None or key in self._launches:
+                    key, launch = count, launch.fixed()
+                self._launches[key] = (launch.native, outputs_of(self.executable.request))
+            else:
+                self._launches[count] = launch.facts
 
     def knows(self, indices: torch.Tensor, buffers: Sequence[torch.Tensor]) -> bool:
         """Whether the guard lets these tensors pass, contiguous indices of any shape among them."""
@@ -399,12 +403,11 @@ def native_copy(
     empty = fast_allocation("cpu")
     if native.extension is None or empty is None:
         return None
-    outputs = tuple((size[1:], strides, dtype) for size, strides, dtype in allocations(request, 0))
     return native.extension.Copy(  # type: ignore[no-any-return]
         check,
         buckets,
         empty,
-        outputs,
+        outputs_of(request),
         runner.layout,
         runner.bounds,
         runner.index_type,
@@ -435,13 +438,18 @@ def allocations(request: Request, count: int) -> tuple[tuple[Any, ...], ...]:
     return tuple(found)
 
 
+def outputs_of(request: Request) -> tuple[tuple[Any, ...], ...]:
+    """Row shape, strides and dtype of each output, from which the extension makes one."""
+    return tuple((size[1:], strides, dtype) for size, strides, dtype in allocations(request, 0))
+
+
 def native_launch(
     check: Check,
     request: Request,
     launches: dict[int, Prepared],
     addresses: tuple[int, ...] | None = None,
 ) -> Run | None:
-    """`repeated_launch`, compiled; ``launches`` has each launch's `Launch.native` and allocations.
+    """`repeated_launch`, compiled; ``launches`` has each `Launch.native` and its `outputs_of`.
 
     What generated code has as constants stands in arrays here: a buffer's address, as far as a
     mask says, must be a value.

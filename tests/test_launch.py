@@ -15,7 +15,9 @@ from conftest import HAVE_GPU
 
 import multigather
 from multigather import api, launch, native, shortcut
-from multigather.backends import _triton
+from multigather.backends import _cupy, _triton
+from multigather.backends.base import KernelRunner, new_destination
+from multigather.request import Request, Site, field_of
 
 
 def gather_twice(backend: str) -> None:
@@ -28,6 +30,95 @@ def gather_twice(backend: str) -> None:
         for output, slab in zip(outputs, slabs, strict=True):
             assert_gathered(output, indices, slab.tensor)
     api.forget()
+
+
+LAYOUTS = {
+    "one": [torch.empty(9, 3)],
+    "decode": [torch.empty(9, 8), torch.empty(9), torch.empty(9, 4096, dtype=torch.bfloat16)],
+    "odd": [torch.empty(9, width, dtype=torch.uint8) for width in (0, 1, 47, 333, 5000)],
+    "many": [torch.empty(9, 1 + 37 * number % 100) for number in range(100)],
+    "packed": [*torch.empty(9, 8).unbind(1), torch.empty(9, 33)],
+    "all packed": [*torch.empty(9, 8).unbind(1)],
+}
+
+
+@pytest.mark.parametrize("config", _cupy.CONFIGS[::3], ids=lambda config: config.describe())
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_scaled_launch_is_the_one_that_would_be_made(
+    layout: str, config: _cupy.CudaConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last byte, up to both ends of its range; and beyond them others are made."""
+    functions: dict[Any, int] = {}
+    monkeypatch.setattr(
+        _cupy, "_load", lambda *key: functions.setdefault(key[0], len(functions) + 1)
+    )
+    fields = tuple(map(field_of, LAYOUTS[layout]))
+    device = torch.device("cuda", 0)
+    request = Request(device, False, torch.int64, 0, "clip", fields)
+    site = Site(3, tuple(range(len(fields))), tuple(f"bufs[{k}]" for k in range(len(fields))))
+    order = tuple(KernelRunner.order(request))
+    fresh = [new_destination(field) for field in fields]
+
+    def made(count: int) -> launch.Launch:
+        return _cupy._launch_of(
+            _cupy.CudaBackend(), request, config, site, 480, order, count, 1, fresh
+        )
+
+    ranges = set()
+    for base in map(made, (5, _cupy.PACKED_FROM + 7)):
+        least, most = base.scale[:2]
+        ranges.add((least, most))
+        for count in (least, 100, 16_383, 16_384, 1_000_003, most):
+            if not least <= count <= most:
+                continue
+            wanted, scaled = made(count), base.at(count)
+            for fact in ("function", "grid", "threads", "parameters", "places", "offsets", "scale"):
+                assert getattr(wanted, fact) == getattr(scaled, fact), (fact, count)
+    assert len(ranges) == 1 + ("packed" in layout)
+    assert min(least for least, _ in ranges) == 1
+    # Where unit numbers need 64 bits the kernel is another, made for one number at a time.
+    units = max(
+        _cupy.work_of(each, to, config).parts for each, to in zip(fields, fresh, strict=True)
+    )
+    wide = made(_cupy.WIDE_FROM // units + 1) if layout == "one" else None
+    assert wide is None or (wide.scale is None and wide.function != made(5).function)
+
+
+def test_a_runner_scales_what_it_has_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch is made for each layout of outputs; with other numbers of indices it is scaled."""
+    monkeypatch.setattr(_cupy, "_load", lambda *key: 1)
+    fields = tuple(map(field_of, LAYOUTS["decode"]))
+    request = Request(torch.device("cuda", 0), False, torch.int64, 0, "clip", fields)
+    site = Site(3, (0, 1, 2), ("bufs[0]", "bufs[1]", "bufs[2]"))
+    calls = []
+
+    def make(*arguments: Any) -> Any:
+        calls.append(arguments[1])
+        return _cupy._launch_of(
+            _cupy.CudaBackend(), request, _cupy.CudaConfig(), site, 480, *arguments
+        )
+
+    runner = KernelRunner(request, 480, make)
+    for count in (5, 6, 1000, 5):
+        runner.compile(count)
+        assert runner.launch(count).grid == make((2, 0, 1), count, 1, runner._fresh).grid
+    assert calls == [5, 5, 6, 1000, 5]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAVE_GPU, reason="torch sees no CUDA device")
+@pytest.mark.parametrize("backend", ["cupy", "triton"])
+def test_a_number_of_indices_that_changes(backend: str) -> None:
+    """Every call has another, and each is right: by gather, by a plan, and into outputs."""
+    slabs = [Slab(999, (5,), torch.float32, "cuda"), Slab(999, (), torch.uint8, "cuda", offset=1)]
+    buffers = [slab.tensor for slab in slabs]
+    plan = multigather.plan(*buffers, backend=backend)
+    for count in (*range(1, 70), *range(900, 1100, 7), 40_000, 40_001, 39_999):
+        indices = torch.arange(count, device="cuda") * 7 % 999
+        for outputs in (plan(indices), multigather.gather(indices, *buffers, backend=backend)):
+            for output, slab in zip(outputs, slabs, strict=True):
+                assert_gathered(output, indices, slab.tensor)
+    multigather.check()
 
 
 @pytest.mark.gpu

@@ -28,7 +28,7 @@ from multigather import api, faults, launch, native, shortcut
 from multigather.backends._cupy import CudaConfig, Specialisation, _launch_of
 from multigather.backends.base import Destination, KernelRunner
 from multigather.executable import Executable
-from multigather.launch import Launch
+from multigather.launch import Launch, Scale
 from multigather.request import Request, bucket_of, field_of
 
 # With a number, so that it is like a GPU's.
@@ -451,9 +451,12 @@ def test_the_cuda_kernel_through_a_repeated_launch(
             device: torch.device,
             parameters: bytes,
             places: Sequence[int],
+            scale: Scale | None = None,
         ) -> Launch:
             libraries.append(library(specialisation))
-            return Launch(len(libraries), grid, threads, 0, 0, parameters, places, (0,))
+            return Launch(
+                len(libraries), grid, threads, 0, 0, parameters, places, (0,), scale=scale
+            )
 
     def work(function: int, grid: int, threads: int, parameters: Any) -> None:
         libraries[function - 1].run(ctypes.c_uint(grid), ctypes.c_uint(threads), parameters)
@@ -478,12 +481,14 @@ def test_the_cuda_kernel_through_a_repeated_launch(
         runner.compile(count)
         known.learn(torch.empty(count))
     failures: list[BaseException] = []
+    # The extension scales what it knows to every number in the same bucket.
+    counts = (1, 4, 30) if way == "generated" else (1, 4, 30, 3, 5, 23, 45, 31)
 
     def gather(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         try:
             for turn in range(30):
-                count = (1, 4, 30)[turn % 3]
+                count = counts[turn % len(counts)]
                 indices = torch.randint(3, (count,), generator=generator).to(index)
                 outs = known.run(indices, buffers)
                 assert outs is not None
@@ -663,6 +668,16 @@ def test_the_extension_refuses_what_it_could_not_use() -> None:
     ):
         with pytest.raises((TypeError, ValueError, OverflowError)):
             extension.Launch(**{**facts, **wrong})
+    scale = (1, 9, 8, 16, [1, 2, 3])
+    extension.Launch(**facts, scale=scale)
+    for place, wrong in (
+        (0, 10), (1, 0), (2, 17), (2, -1), (3, 21), (3, "0"), (4, []), (4, [1, 2]), (4, [1, 0, 3]),
+        (4, 7), (4, [1, 2, 3] * 3),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError, OverflowError)):
+            extension.Launch(**facts, scale=(*scale[:place], wrong, *scale[place + 1 :]))
+    with pytest.raises(TypeError):
+        extension.Launch(**facts, scale=scale[:4])
     into: dict[str, Any] = {
         "check": abs, "launch": prepared, "current_device": abs, "device": 0, "board": 0,
         "raise_pending": abs, "elsewhere": abs, "numel": 1, "index_bytes": 8, "addresses": (0, 0),
@@ -695,7 +710,7 @@ def test_the_extension_refuses_what_it_could_not_use() -> None:
     tensor = torch.tensor([1])
     for entry in (7, (prepared,), (7, ((),)), (prepared, ()), (prepared, (7,)), (prepared, [()])):
         run = extension.LaunchNew(**{**new, "launches": {1: entry}})
-        with pytest.raises(TypeError, match="no launch and its allocations"):
+        with pytest.raises(TypeError, match="no launch and its outputs"):
             run(tensor, (tensor,))
     for wrong_call in ((), (tensor,), (tensor, (tensor,), ())):
         with pytest.raises(TypeError, match="indices and buffers are needed"):

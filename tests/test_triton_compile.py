@@ -162,6 +162,7 @@ def check(result: dict[str, Any], stack: int = 0) -> None:
     assert result["launch"] == "Launch", "the driver cannot launch this kernel directly"
     assert result["compilations"] == 1
     assert result["warnings"] == []
+    assert result["scaled"]
     used = result["resources"]
     assert used["STACK"] <= stack, used
     assert used["LOCAL"] == 0, used

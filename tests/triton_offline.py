@@ -109,6 +109,25 @@ def launch_of(case: dict[str, Any]) -> Any:
     )
 
 
+def scaled_right(case: dict[str, Any], launch: Any, board: Any) -> bool:
+    """Whether the launch, scaled to other numbers of indices, is as it would be made for them."""
+    if launch.scale is None:
+        return bool(case["count"] >= _triton.LARGE)
+    for count in (1, 2, 77, 4096, 123_457):
+        if count > launch.scale.most:
+            break
+        with (
+            mock.patch.object(torch.cuda, "device", contextlib.nullcontext),
+            mock.patch.object(faults, "board_of", return_value=board),
+        ):
+            made = launch_of(case | {"count": count})
+        scaled = launch.at(count)
+        for fact in ("grid", "threads", "shared_bytes", "parameters", "places", "offsets"):
+            if getattr(made, fact) != getattr(scaled, fact):
+                return False
+    return True
+
+
 def resources(cubin: str) -> dict[str, int]:
     """What the machine code uses: ``REG``, ``STACK``, ``LOCAL`` and others."""
     tool = knobs.nvidia.cuobjdump.path
@@ -148,6 +167,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         result["resources"] = resources(compilations[-1][".cubin"])
         result["shared"] = json.loads(Path(compilations[-1][".json"]).read_text())["shared"]
     if isinstance(launch, _triton.Launch):
+        result["scaled"] = scaled_right(case, launch, board)
         result["offsets"] = list(launch.offsets)
         result["threads"] = launch.threads
     return result

@@ -20,7 +20,7 @@ import torch
 
 from .. import faults
 from ..fork import Lock
-from ..launch import Launch
+from ..launch import Launch, Scale
 from ..request import Field, Request, Site, power_of_two_divisor
 from .base import (
     Config,
@@ -292,10 +292,13 @@ class CudaBackend:
         device: torch.device,
         parameters: bytes,
         places: Sequence[int],
+        scale: Scale | None = None,
     ) -> Any:
         """The launch of a compiled variant; the structure is the function's only parameter."""
         function = _load(specialisation, device.index)
-        return Launch(function, grid, threads, 0, device.index, parameters, places, (0,))
+        return Launch(
+            function, grid, threads, 0, device.index, parameters, places, (0,), scale=scale
+        )
 
 
 def units_of(field: Field, destination: Destination) -> tuple[int, int]:
@@ -474,9 +477,38 @@ def _launch_of(
     places = [0]
     for number in numbers:
         places += (place_of[number], place_of[number] + 8)
+    scale = scale_of(works, config, bool(request.packed), specialisation, count)
     return backend.launch_of(
-        specialisation, grid, config.threads, request.device, bytes(parameters), places
+        specialisation, grid, config.threads, request.device, bytes(parameters), places, scale
     )
+
+
+# Where in struct Parameters of gather.cu the number of indices and the first tiles are.
+COUNT_PLACE = 16
+STARTS_PLACE = 48
+
+
+def scale_of(
+    works: Sequence[Work],
+    config: CudaConfig,
+    packed: bool,
+    specialisation: Specialisation,
+    count: int,
+) -> Scale | None:
+    """How a launch depends on the number of indices; None where one range has no others near."""
+    if specialisation.wide or not count:
+        return None
+    tile = config.threads * config.unroll
+    # Up to where unit numbers fit into 32 bits, and thread blocks into a grid.
+    most = (WIDE_FROM - tile - 1) // max(work.parts for work in works)
+    most = min(most, MOST_BLOCKS // sum(-(-work.parts // work.parts_per_tile) for work in works))
+    least = 1
+    if packed and count < PACKED_FROM:
+        most = min(most, PACKED_FROM - 1)
+    elif packed:
+        least = PACKED_FROM
+    terms = tuple((work.parts, work.parts_per_tile, 1) for work in works)
+    return Scale(least, most, COUNT_PLACE, STARTS_PLACE, terms)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import torch
 
 from .. import faults
 from ..bounds import raise_if_bad
-from ..launch import Launch
+from ..launch import NOWHERE, Launch, Scale
 from ..request import Request, Site
 from .base import (
     Config,
@@ -34,6 +34,9 @@ from .base import (
 # (8 bytes each) and a buffer number (4) per field, beside about 60 bytes for the call.
 CAPACITY = 64
 MOST_PROGRAMS = 2**31 - 1
+
+# From here on a number, or a sum or product of it in the kernel, might not fit into 32 bits.
+LARGE = 2**30
 
 # The kernel's integers that are no part of its code.
 VALUES = (
@@ -155,7 +158,8 @@ def _launch_of(
     units = [copy_unit(request.fields[number], destinations[number]) for number in numbers]
     elements = [field.row_bytes // min(unit, 8) for field, unit in zip(fields, units, strict=True)]
     widths = tuple(1 << (each - 1).bit_length() if each else 0 for each in elements)
-    grid = _programs(config, count, widths, elements)
+    terms = _terms(config, widths, elements)
+    grid = sum(-(-count * parts // tile) * chunks for parts, tile, chunks in terms)
     if grid > MOST_PROGRAMS:
         raise ValueError(
             f"{count} indices need {grid} programs in one launch, which has at most "
@@ -192,7 +196,7 @@ def _launch_of(
     if request.device.type == "cpu":
         return functools.partial(_interpret, grid, arguments, index_dtype, dtypes)
     with torch.cuda.device(request.device):
-        return _compile(grid, arguments, index_dtype, dtypes, units, request.device)
+        return _compile(grid, arguments, index_dtype, dtypes, units, request.device, terms)
 
 
 def _interpret(
@@ -234,6 +238,7 @@ def _compile(
     dtypes: Sequence[torch.dtype],
     units: Sequence[int],
     device: torch.device,
+    terms: Sequence[tuple[int, int, int]],
 ) -> Callable[[Sequence[int]], None]:
     """Compile for the current device; launch through the driver, without Triton's own launcher.
 
@@ -271,6 +276,7 @@ def _compile(
     place = {name: 8 * slot for slot, name in enumerate(names)}
     constants = bytearray()
     offsets = []
+    count_place = None
     for name, kind in signature.items():
         if kind == "constexpr":
             continue
@@ -284,6 +290,8 @@ def _compile(
                 continue
             value = board.data_ptr() if name == "faults" else arguments[name]
             value = value[number] if isinstance(value, tuple) else value
+            if name == "count":
+                count_place = 8 * len(names) + len(constants)
             offsets.append(8 * len(names) + len(constants))
             constants += struct.pack("=q", value)  # little-endian, so 32 bits are its first half
     # Room for the scratch pointers that Triton appends, null here.
@@ -301,7 +309,18 @@ def _compile(
         list(place.values()),
         offsets,
         compiled,
+        _scale(arguments["count"], count_place, terms),
     )
+
+
+def _scale(
+    count: int, count_place: int | None, terms: Sequence[tuple[int, int, int]]
+) -> Scale | None:
+    """How a launch depends on the number of indices: up to where other code is compiled for it."""
+    most = min(LARGE - 1, MOST_PROGRAMS // sum(chunks for _, _, chunks in terms))
+    if count_place is None or not 0 < count <= most:
+        return None
+    return Scale(1, most, count_place, NOWHERE, tuple(terms))
 
 
 def driver_facts(compiled: Any) -> tuple[dict[str, Any], int, int] | None:
@@ -327,12 +346,12 @@ def _stand_ins(arguments: dict[str, Any]) -> dict[str, Any]:
     and whether it fits into 32 bits. Odd numbers leave only the last. Large means so large that a
     sum or a product in the kernel might not fit; one large element makes its tuple large.
     """
-    small, large, limit = 3, 2**32 + 1, 2**30
+    small, large = 3, 2**32 + 1
 
     def stand_in(value: Any) -> Any:
         if isinstance(value, tuple):
-            return (large if max(value) >= limit else small,) * len(value)
-        return large if value >= limit else small
+            return (large if max(value) >= LARGE else small,) * len(value)
+        return large if value >= LARGE else small
 
     return {name: stand_in(value) if name in VALUES else value for name, value in arguments.items()}
 
@@ -356,22 +375,25 @@ def _run_on_cpu(
     raise error
 
 
-def _programs(
-    config: TritonConfig, count: int, widths: Sequence[int], elements: Sequence[int]
-) -> int:
-    """Programs of one launch; the kernel numbers its tiles in the same way."""
+def _terms(
+    config: TritonConfig, widths: Sequence[int], elements: Sequence[int]
+) -> tuple[tuple[int, int, int], ...]:
+    """What the programs of one launch are the sum of, as in `launch.Scale`.
+
+    The kernel numbers its tiles in the same way.
+    """
     if config.fused:
         limit = max(min(max(*widths, 1), config.block), 1)
         chunks = max(
             max(-(-each // max(min(width, limit), 1)), 1)
             for width, each in zip(widths, elements, strict=True)
         )
-        return -(-count // (config.block // limit)) * chunks
-    programs = 0
+        return ((1, config.block // limit, chunks),)
+    terms = []
     for width, each in zip(widths, elements, strict=True):
         columns = max(min(width, config.block), 1)
-        programs += -(-count // (config.block // columns)) * max(-(-each // columns), 1)
-    return programs
+        terms.append((1, config.block // columns, max(-(-each // columns), 1)))
+    return tuple(terms)
 
 
 class _Pointer:

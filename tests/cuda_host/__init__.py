@@ -31,7 +31,7 @@ from multigather.backends._cupy import (
 )
 from multigather.backends.base import Config, KernelRunner, Refusal, Runner, row_refusals
 from multigather.bounds import raise_if_bad
-from multigather.launch import Block
+from multigather.launch import Block, Scale
 from multigather.request import Request, Site
 
 HERE = Path(__file__).parent
@@ -115,6 +115,7 @@ class HostCudaBackend(CudaBackend):
         device: torch.device,
         parameters: bytes,
         places: Sequence[int],
+        scale: Scale | None = None,
     ) -> Any:
         """A launch that runs all blocks at once, in this thread."""
         function = library(specialisation).run
