@@ -17,9 +17,10 @@ help:  ## list the targets
 demo: $(STAMP)  ## gather from real data on your device, check every byte, show times
 	$(VENV)/bin/multigather demo $(ARGS)
 
-# Workers that have nothing left take tests of the others: one file's tests take minutes.
+# Workers that have nothing left take tests of the others: one file's tests take minutes. Idle threads
+# of torch sleep: several workers' threads would otherwise wait for work on one another's cores.
 test: $(STAMP)  ## run the tests, on up to eight cores
-	$(VENV)/bin/python -m pytest tests -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest tests -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 gpu:  ## GPU tests, then the benchmark, with the Python at hand: no venv, no network
 	$(PYTHON) tools/gpu_check.py $(ARGS)
