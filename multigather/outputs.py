@@ -10,6 +10,7 @@ import torch
 from .backends.base import flat_row_stride
 from .request import Request, has_contiguous_rows
 
+
 def _marker() -> Callable[[Sequence[torch.Tensor]], Any]:
     """The inner function of `torch.autograd.graph.increment_version`, if it takes several tensors.
 
