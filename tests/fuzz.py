@@ -38,7 +38,7 @@ import torch
 
 import multigather
 from multigather import api, dispatch
-from multigather.backends import _cupy, _torch
+from multigather.backends import _cupy
 
 DTYPES = (
     "uint8", "int8", "bool", "int16", "bfloat16", "float16", "int32", "float32", "int64", "float64",
@@ -172,13 +172,12 @@ def make(draw: random.Random, transposed: bool) -> Case:
 @contextlib.contextmanager
 def packed_from_one_index() -> Iterator[None]:
     """Packed buffers are read row by row however few the indices are."""
-    before = _cupy.PACKED_FROM, _torch.PACKED_BUCKET
-    _cupy.PACKED_FROM, _torch.PACKED_BUCKET = 1, 0
+    before, _cupy.PACKED_FROM = _cupy.PACKED_FROM, 1
     api.forget()
     try:
         yield
     finally:
-        _cupy.PACKED_FROM, _torch.PACKED_BUCKET = before
+        _cupy.PACKED_FROM = before
         api.forget()
 
 
