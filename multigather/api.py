@@ -17,6 +17,7 @@ from .bounds import as_int64, resolve
 from .cache import store
 from .executable import Executable
 from .fork import Lock
+from .nvtx import ranged
 from .operator import gather_operator
 from .outputs import check_outputs, mark_written
 from .request import BOUNDS, INDEX_DTYPES, Request, field_of
@@ -35,6 +36,7 @@ _shortcuts: dict[Any, Shortcut] = {}
 _out_shortcuts: dict[tuple[int, int, str, str | None], OutShortcut | None] = {}
 
 
+@ranged("multigather.gather")
 def gather(
     indices: torch.Tensor,
     *bufs: Any,

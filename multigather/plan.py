@@ -9,6 +9,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import api, containers
+from .nvtx import ranged
 from .shortcut import OutShortcut, Shortcut, guard
 
 # Sets of outputs that a plan remembers having checked; a ring of a few is what people use.
@@ -47,6 +48,7 @@ class Plan:
         """A copy of a plan, in another process too, is a plan made for the copied buffers."""
         return Plan, (self._bufs, self._bounds, self._backend)
 
+    @ranged("multigather.plan")
     def __call__(self, indices: torch.Tensor, out: Sequence[Any] | None = None) -> tuple[Any, ...]:
         """Gather rows ``indices`` of the plan's buffers.
 
