@@ -8,6 +8,7 @@ called by hand. Both of multigather's repeated calls are timed, the compiled and
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,9 @@ from .workloads import BF16, F32, I32, I64, Fields, Workload
 BUFFERS = (1, 2, 4, 8, 16)
 COUNT = 48
 ROWS = 4096
+# Of a way whose number of indices is another one at each call, from 1 to so many.
+ANOTHER = ", another m each time"
+CHANGING = 1500
 # What follows the name of a way that was learned without the extension.
 GENERATED = ", generated"
 
@@ -60,6 +64,15 @@ def measure(number: int, device: torch.device, rounds: int) -> dict[str, float]:
             copies = others.buffers(device)
             ways |= _repeated(GENERATED, multigather.plan(*copies), copies, sets[0])
     ways["b[idx]"] = lambda indices: [buffer[indices] for buffer in buffers]
+    # As batches of a graph or of requests are: no two calls in a row have the same number, and it
+    # takes longer until one comes again than anybody would remember it.
+    changing = itertools.cycle(
+        torch.arange(1 + count * 37 % CHANGING, device=device) for count in range(CHANGING)
+    )
+    ways[f"gather{ANOTHER}"] = lambda _: multigather.gather(next(changing), *buffers)
+    ways[f"b[idx]{ANOTHER}"] = lambda _: [
+        buffer[each] for each in [next(changing)] for buffer in buffers
+    ]
     if device.type == "cuda":
         ways = _floor(plan, buffers, sets[0]) | ways
     else:
