@@ -42,7 +42,7 @@ from multigather import api, dispatch
 from multigather.distributed import CapacityError, peer, shard, symmetric
 
 SIZES = (1, 2, 3, 8)
-TIMEOUT = 4.0  # seconds, of the jobs in which a rank is missing
+TIMEOUT = 8.0  # seconds, of the jobs in which a rank is missing: a busy machine starts late
 
 CASES: dict[str, Callable[[], None]] = {}
 groups: dict[int, dist.ProcessGroup] = {}
