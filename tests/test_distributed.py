@@ -58,7 +58,7 @@ def outcomes_of(job: str, ranks: int, folder: Path) -> list[dict[str, str]]:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """Eight processes run every case of the worker once, because starting them takes the time."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_jobs(folder, 240, "cases:8")
+    run_jobs(folder, 600, "cases:8")
     return outcomes_of("cases", 8, folder)
 
 
@@ -83,7 +83,7 @@ def test_without_a_process_group() -> None:
 
 def test_a_rank_that_dies_or_does_not_come(tmp_path: Path) -> None:
     """The others' errors name the operation, within the group's time-out; nobody hangs."""
-    run_jobs(tmp_path, 60, *(f"{name}:3" for name in distributed_worker.LONELY))
+    run_jobs(tmp_path, 180, *(f"{name}:3" for name in distributed_worker.LONELY))
     for name in distributed_worker.LONELY:
         found = outcomes_of(name, 2 if name == "die" else 3, tmp_path)
         assert [each[name] for each in found] == [""] * len(found)
