@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 import multigather
 from multigather import environment
+from multigather.benchmark.timing import rounds_of
 from multigather.benchmark.workloads import WORKLOADS, Workload
 from multigather.distributed import model, shard, symmetric
 
@@ -160,20 +161,21 @@ def measure(
     own = multigather.plan(*bufs)
     ways[OWN] = lambda indices: own(indices % rows_per_rank)
     slow = [name for name in ways if name == DTENSOR]
-    order = [name for name in ways if name not in slow]
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds):
-        # Whoever comes first would always find the caches as the last one left them. The slowest
-        # way moves the whole table: it has its rounds last, and few.
-        turn = number % len(order)
-        names = [*order[turn:], *order[:turn], *(slow if number >= rounds - 3 else ())]
-        for name in names:
-            gather = ways[name]
+
+    def timer(gather: Gather) -> Callable[[], float]:
+        def run() -> float:
             dist.barrier()
             start = clock(device)
             for indices in sets:
                 gather(indices)
-            seconds[name].append((clock(device) - start) / SETS)
+            return (clock(device) - start) / SETS
+
+        return run
+
+    fast = {name: timer(gather) for name, gather in ways.items() if name not in slow}
+    # The slowest way moves the whole table: it has its rounds last, and few.
+    last = {name: timer(ways[name]) for name in slow}
+    seconds = rounds_of(fast, rounds) | rounds_of(last, min(rounds, 3))
     times = {name: micros(slowest(each, device)) for name, each in seconds.items()}
     different = statistics.mean(len(each.unique()) for each in sets)
     return {

@@ -576,7 +576,7 @@ static int is_prepared(const LaunchNew *self, PyObject *pair)
 
 /* The launch and the outputs for a number of indices, as a new reference to their pair: 1, 0 if
    there are none, or -1 with an error. Under ~bucket_of(number) is one for a range of numbers,
-   under the number itself one for it alone. */
+   under the number itself one that was made for it, and may scale to it. */
 static int prepared(const LaunchNew *self, int64_t numel, PyObject **pair)
 {
     for (int exact = 0; exact < 2; exact++) {
@@ -594,7 +594,7 @@ static int prepared(const LaunchNew *self, int64_t numel, PyObject **pair)
             return -1;
         }
         const Launch *launch = (Launch *)PyTuple_GET_ITEM(found, 0);
-        if (exact ? !launch->term_count : scales_to(launch, numel)) {
+        if ((exact && !launch->term_count) || scales_to(launch, numel)) {
             *pair = Py_NewRef(found);
             return 1;
         }

@@ -245,22 +245,6 @@ class Launch:
             self.scale,
         )
 
-    def fixed(self) -> Launch:
-        """The same launch, for its own number of indices only."""
-        if self.scale is None:
-            return self
-        return Launch(
-            self.function,
-            self.grid,
-            self.threads,
-            self.shared_bytes,
-            self.device,
-            self.parameters,
-            self.places,
-            self.offsets,
-            self._keep,
-        )
-
     def new_block(self) -> Block:
         """Another block of parameters, its constants in place."""
         return Block.of(self.parameters, self.offsets)

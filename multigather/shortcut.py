@@ -118,7 +118,7 @@ class Shortcut:
                 # may share a bucket.
                 key = ~bucket_of(count)
                 if launch.scale is None or key in self._launches:
-                    key, launch = count, launch.fixed()
+                    key = count
                 self._launches[key] = (launch.native, outputs_of(self.executable.request))
             else:
                 self._launches[count] = launch.facts
@@ -270,7 +270,7 @@ class OutShortcut:
             index_bytes,
             self._addresses,
             [address for extent in self._extents for address in extent],
-            places_of(self._executable.request),
+            KernelRunner.places(self._executable.request),
             mark_written,
         )
 
@@ -421,12 +421,6 @@ def native_launches() -> bool:
     return native.extension is not None and driver_address() != 0
 
 
-def places_of(request: Request) -> list[int]:
-    """Which place in a launch's order each field of a request has."""
-    order = KernelRunner.order(request)
-    return [order.index(number) for number in range(len(order))]
-
-
 def allocations(request: Request, count: int) -> tuple[tuple[Any, ...], ...]:
     """Arguments of `fast_allocation` for each output of so many indices."""
     found = []
@@ -470,7 +464,7 @@ def native_launch(
         functools.partial(faults.raise_pending, device),
         masks if addresses is None else [2**64 - 1] * len(masks),
         addresses or [0] * len(masks),
-        places_of(request),
+        KernelRunner.places(request),
     )
 
 

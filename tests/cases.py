@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -20,6 +23,19 @@ DTYPES = [
     if not dtype.is_complex or dtype in (torch.complex32, torch.complex64, torch.complex128)
 ]
 DTYPES = [d for d in DTYPES if not str(d).startswith(("torch.q", "torch.bits"))]
+
+
+def run_program(
+    program: str, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python program in a process of its own; what it printed. It must end well."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, *arguments],
+        capture_output=True, text=True, timeout=400, check=False,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
 
 
 def in_threads(number: int, work: Callable[[int], object]) -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
-from cases import Slab
+from cases import Slab, run_program
 from conftest import HAVE_GPU, Target
 
 import multigather
@@ -16,16 +12,6 @@ import multigather
 TARGET_DEVICES = ("cuda",)  # read by conftest.py
 BACKENDS = ("torch", "triton", "cupy")
 needs_gpu = pytest.mark.skipif(not HAVE_GPU, reason="torch sees no CUDA device")
-
-
-def run(program: str, *arguments: str) -> str:
-    """Run a program in a process of its own; what it printed, if it ended well."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, *arguments],
-        capture_output=True, text=True, timeout=400, check=False, env={**os.environ},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
 
 
 def buffers_of(device: str = "cuda") -> list[torch.Tensor]:
@@ -204,7 +190,7 @@ print("works" if refusal is None else f"refused: {refusal}")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_first_gather_of_a_process_in_a_capture(backend: str) -> None:
     """It works, or says that a capture is the reason; either way the rest of the capture works."""
-    printed = run(FIRST_USE, backend)
+    printed = run_program(FIRST_USE, backend).stdout
     assert printed.startswith(("works", "refused: "))
 
 
@@ -246,4 +232,4 @@ print("works")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_with_reduced_overhead(backend: str) -> None:
     """torch.compile captures the gather into graphs of its own and replays them."""
-    assert run(COMPILED, backend) == "works\n"
+    assert run_program(COMPILED, backend).stdout == "works\n"

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
-from cases import assert_gathered
+from cases import assert_gathered, in_threads, run_program
 
 import multigather
 from multigather import native
@@ -54,18 +52,6 @@ def threads() -> Iterator[Threads]:
     native.use_threads(native.extension)
 
 
-def expected(indices: torch.Tensor, buffer: torch.Tensor, bounds: str) -> torch.Tensor:
-    rows = len(buffer)
-    if bounds == "clip":
-        return buffer[indices.clamp(0, rows - 1)]
-    if bounds == "fill":
-        bad = (indices < 0) | (indices >= rows)
-        result = buffer[torch.where(bad, 0, indices)]
-        result[bad] = 0
-        return result
-    return buffer[indices]
-
-
 def indices_for(bounds: str, count: int, rows: int) -> torch.Tensor:
     low, high = {"raise": (-rows, rows), "unchecked": (0, rows)}.get(bounds, (-2 * rows, 2 * rows))
     return torch.randint(low, high, (count,), generator=torch.Generator().manual_seed(count))
@@ -80,7 +66,7 @@ def test_shares_of_threads_are_the_whole(threads: Threads, bounds: str) -> None:
         threads.started.clear()
         results = multigather.gather(indices, *buffers, bounds=bounds, backend="native")
         for result, buffer in zip(results, buffers, strict=True):
-            assert torch.equal(result, expected(indices, buffer, bounds))
+            assert_gathered(result, indices, buffer, bounds)
         shares = min(7, count * 429 // 2**17)
         assert threads.started == ([shares] if shares > 1 else [])
 
@@ -112,7 +98,11 @@ def test_torchs_own_threads() -> None:
     try:
         for number in (1, 2, 5):
             torch.set_num_threads(number)
-            assert_gathered(multigather.gather(indices, buffer)[0], indices, buffer)
+            found = [multigather.gather(indices, buffer)[0]]
+            in_threads(1, lambda _: found.append(multigather.gather(indices, buffer)[0]))  # noqa: B023
+            assert len(found) == 2
+            for rows in found:
+                assert_gathered(rows, indices, buffer)
     finally:
         torch.set_num_threads(before)
 
@@ -129,7 +119,7 @@ def test_fields_of_one_slab(bounds: str, count: int) -> None:
     for each in (indices, indices.to(torch.int32), indices.repeat_interleave(2)[::2]):
         results = multigather.gather(each, *buffers, bounds=bounds, backend="native")
         for result, buffer in zip(results, buffers, strict=True):
-            assert torch.equal(result, expected(indices, buffer, bounds))
+            assert_gathered(result, indices, buffer, bounds)
 
 
 @pytest.mark.parametrize("bounds", MODES)
@@ -141,7 +131,7 @@ def test_tables_that_no_cache_holds(bounds: str, width: int) -> None:
     for count in (1, 15, 16, 17, 700):
         indices = indices_for(bounds, count, rows)
         (result,) = multigather.gather(indices, table, bounds=bounds, backend="native")
-        assert torch.equal(result, expected(indices, table, bounds))
+        assert_gathered(result, indices, table, bounds)
 
 
 def test_all_buffers_or_none() -> None:
@@ -173,8 +163,4 @@ print(os.waitpid(child, 0)[1])
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
 def test_a_forked_child_waits_for_no_thread_of_the_parent() -> None:
     """Large enough for threads; a child has one, whatever torch says."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKED],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+    assert run_program(FORKED).stdout == "0\n"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from cases import run_program
 
 # Torch's functions are replaced before multigather looks for them.
 PROGRAM = """
@@ -37,11 +35,7 @@ print(multigather.gather.__name__, multigather.gather.__doc__ is not None)
 
 
 def run(kind: str, wanted: str) -> tuple[str, str]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, kind],
-        env={**os.environ, "MULTIGATHER_NVTX": wanted},
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
+    done = run_program(PROGRAM, kind, MULTIGATHER_NVTX=wanted)
     return done.stdout, done.stderr
 
 

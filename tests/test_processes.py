@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import assert_gathered, in_threads
+from cases import assert_gathered, in_threads, run_program
 from conftest import HAVE_GPU, Target
 
 import multigather
@@ -24,17 +24,6 @@ from multigather.cache.model import parse
 needs_gpu = pytest.mark.skipif(not HAVE_GPU, reason="torch sees no CUDA device")
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
 BACKENDS = ("torch", "triton", "cupy")
-
-
-def run(program: str, *arguments: str, **environment: str) -> str:
-    """Run a program in a process of its own; what it printed, if it ended well."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, *arguments],
-        capture_output=True, text=True, timeout=240, check=False,
-        env={**os.environ, **environment},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 # ---------------------------------------------------------------------------------------- threads
@@ -133,7 +122,7 @@ print(status)
 @pytest.mark.parametrize("state", ["imported", "used"])
 def test_a_forked_child_can_gather(state: str) -> None:
     """Also where another thread held every lock of the library at the fork."""
-    assert run(FORK, state) == "0\n"
+    assert run_program(FORK, state).stdout == "0\n"
 
 
 def test_locks_are_free_in_a_child_only() -> None:
@@ -241,7 +230,7 @@ multigather.check()
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fork_after_cuda_was_used(backend: str) -> None:
     """Every way of a gather raises in the child, none hangs or dies; a gather on the CPU works."""
-    lines = run(FORK_ON_GPU, backend).splitlines()
+    lines = run_program(FORK_ON_GPU, backend).stdout.splitlines()
     assert lines == ["gather 0", "gather out 0", "plan 0", "plan out 0", "check 0", "cpu 0"]
 
 

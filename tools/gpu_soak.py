@@ -35,7 +35,7 @@ RELIABILITY = (
 # Of the fuzz cases, in percent. A layout that Triton has not seen takes it a second to compile.
 FUZZ_SHARES = (("cupy", 50), (None, 30), ("torch", 19), ("triton", 1))
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
-# Tests that reach every path of both kernels. Not graphs, which the setting below rules out.
+# Tests that reach every path of the kernels. Not graphs, which the setting below rules out.
 SANITIZED = ["tests/test_shifted.py", "tests/test_gather.py", "tests/test_known_faults.py"]
 SANITIZED += ["tests/test_packed_rows.py", "tests/test_scatter_add.py"]
 SANITIZED += ["-k", "(cupy-gpu or triton-gpu) and not offsets and not buffers and not config"]

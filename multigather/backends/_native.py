@@ -11,7 +11,6 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -31,11 +30,6 @@ from .base import (
     new_destination,
     row_refusals,
 )
-
-
-@dataclass(frozen=True)
-class NativeConfig(Config):
-    """Nothing can be chosen."""
 
 
 class NativeBackend:
@@ -71,7 +65,7 @@ class NativeBackend:
 
     def space(self) -> list[Config]:
         """See `base.Backend.space`."""
-        return [NativeConfig()]
+        return [Config()]  # nothing can be chosen
 
     def illegal(self, request: Request, config: Config) -> str | None:
         """See `base.Backend.illegal`."""
@@ -87,7 +81,7 @@ class NativeBackend:
 
     def config_from(self, knobs: dict[str, Any]) -> Config:
         """See `base.Backend.config_from`."""
-        return config_of(NativeConfig, self.name, knobs)
+        return config_of(Config, self.name, knobs)
 
     def prepare(self, request: Request, config: Config, site: Site) -> Runner:
         """See `base.Backend.prepare`."""
@@ -175,14 +169,13 @@ class CopyLaunch:
 
     def __init__(self, runner: CopyRunner, request: Request, layout: bytes, count: int) -> None:
         self._runner, self._request, self._layout, self._count = runner, request, layout, count
-        self._order = KernelRunner.order(request)
+        self._places = KernelRunner.places(request)
 
     def __call__(self, addresses: Sequence[int]) -> None:
         """Gather; ``addresses`` as `launch.Launch` takes them."""
         indices, *pairs = addresses
-        number_of = [self._order.index(number) for number in range(len(self._order))]
-        sources = [pairs[2 * number] for number in number_of]
-        outs = [pairs[2 * number + 1] for number in number_of]
+        sources = [pairs[2 * place] for place in self._places]
+        outs = [pairs[2 * place + 1] for place in self._places]
         if not self._runner.gather_rows(self._layout, indices, 1, self._count, [*sources, *outs]):
             dtype = self._request.index_dtype
             memory = (ctypes.c_char * (self._count * dtype.itemsize)).from_address(indices)
@@ -192,13 +185,13 @@ class CopyLaunch:
     def native(self) -> Any:
         """The same for `_native`: struct GatherBlock of gather_cpu.h, its addresses still 0."""
         assert native.extension is not None
-        fields = len(self._order)
+        fields = len(self._places)
         header = struct.pack(
             "=6q", 0, self._count, 1, self._runner.index_type, self._runner.bounds, fields
         )
         sources = len(header) + len(self._layout)
         places = [0]
-        for number in self._order:
+        for number in KernelRunner.order(self._request):
             places += (sources + 8 * number, sources + 8 * (fields + number))
         return native.extension.Launch(
             native.extension.cpu_driver,

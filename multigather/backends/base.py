@@ -230,6 +230,12 @@ class KernelRunner:
         widest = sorted(groups, key=lambda group: -sum(request.fields[k].row_bytes for k in group))
         return [number for group in widest for number in group]
 
+    @classmethod
+    def places(cls, request: Request) -> list[int]:
+        """Which place in a launch's `order` each field of a request has."""
+        order = cls.order(request)
+        return [order.index(number) for number in range(len(order))]
+
     def __call__(
         self,
         indices: torch.Tensor,

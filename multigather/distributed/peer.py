@@ -212,12 +212,7 @@ def symmetric(*local_bufs: Any, group: dist.ProcessGroup | None = None) -> tuple
     if seen != first_rows:
         wrong = next(rank for rank, row in enumerate(seen) if row != first_rows[rank])
         raise RuntimeError(f"symmetric memory of rank {wrong} does not show what rank {wrong} has")
-    remaining = iter(copies)
-    items = [None if leaf is None else next(remaining) for leaf in leaves]
-    if structure is None:
-        return tuple(items)
-    rebuilt: tuple[Any, ...] = structure.rebuild(items, torch.Size((count,)))
-    return rebuilt
+    return api.mirrored(copies, leaves, structure, torch.Size((count,)))
 
 
 def why_not(places: Sequence[tuple[str, str, str]]) -> list[str]:
