@@ -16,6 +16,8 @@ from . import dispatch
 from .backends import _scatter_add
 from .backends._cupy import CudaBackend
 from .bounds import as_int64, resolve
+from .launch import current_device, fast_allocation
+from .request import contiguous_strides
 
 # Number of active modes that see every operator, such as that of fake tensors.
 dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
@@ -128,10 +130,11 @@ def gradients_of(
     if kernel is not None:
         count = max(1, indices.numel())
         some = {n: each for n, each in found.items() if _scatter_add.supported(each, count)}
-        shapes = [ctx.shapes[number] for number in some]
-        sums = add_by_kernel(kernel, indices, ctx.bounds, shapes, list(some.values()))
-        for number, total in zip(some, sums, strict=True):
-            results[number] = total
+        if some:
+            shapes = [ctx.shapes[number] for number in some]
+            sums = add_by_kernel(kernel, indices, ctx.bounds, shapes, list(some.values()))
+            for number, total in zip(some, sums, strict=True):
+                results[number] = total
     rest = {n: each for n, each in found.items() if results[n] is None}
     if rest:
         shapes = [ctx.shapes[number] for number in rest]
@@ -147,8 +150,7 @@ def kernel_for(
     """The backend whose kernel adds these gradients in one launch; None if torch adds them.
 
     This is the place for what measurements say: where ``benchmarks/backward.py`` finds that
-    ``index_add_`` per buffer is faster, return None. Until it has run on a GPU, the kernel is used
-    wherever it can be: one launch takes the place of two per buffer and seven per number of rows.
+    ``index_add_`` per buffer is faster, return None. It did so nowhere on an H200.
 
     Args:
         backend: the backend that the caller insists on; the kernel is the cupy backend's.
@@ -192,8 +194,27 @@ def add_by_kernel(
     if torch.is_grad_enabled() and any(gradient.requires_grad for gradient in gradients):
         arguments = (kernel, indices, bounds, shapes, *gradients)
         return ScatterAdd.apply(*arguments)  # type: ignore[no-untyped-call,no-any-return]
-    sums = [gradient.new_zeros(shape) for shape, gradient in zip(shapes, gradients, strict=True)]
+    sums = _zeros(shapes, gradients)
     _scatter_add.scatter_add(kernel, indices, bounds, gradients, sums)
+    return sums
+
+
+def _zeros(shapes: Sequence[torch.Size], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Zeros of these shapes, as ``gradient.new_zeros(shape)``, filled in one launch.
+
+    The gradients are all on one device. Four of them on an H200: 10 microseconds of host time
+    against 17, and 9.1 of the GPU's against 12.3 where they are small.
+    """
+    device = gradients[0].device
+    empty = fast_allocation(device.type)
+    if empty is None or (device.type == "cuda" and current_device() != device.index):
+        sums = [each.new_empty(shape) for shape, each in zip(shapes, gradients, strict=True)]
+    else:
+        sums = [
+            empty(tuple(shape), contiguous_strides(shape), each.dtype)
+            for shape, each in zip(shapes, gradients, strict=True)
+        ]
+    torch._foreach_zero_(sums)
     return sums
 
 

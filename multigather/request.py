@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -155,6 +158,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 def bucket_of(number: int) -> int:
     """Exponent of the power of two nearest to a number in log space; 0 for 0."""
     return (number * number).bit_length() >> 1
+
+
+@functools.lru_cache(maxsize=4096)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a new contiguous tensor, in elements."""
+    sizes = (max(size, 1) for size in reversed(shape[1:]))
+    return tuple(itertools.accumulate(sizes, operator.mul, initial=1))[::-1] if shape else ()
 
 
 def has_contiguous_rows(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -39,7 +39,7 @@ from .launch import (
     launch_function,
 )
 from .outputs import extent, mark_written
-from .request import Request, bucket_of
+from .request import Request, bucket_of, contiguous_strides
 
 try:
     from torch._C._dynamo import guards
@@ -423,13 +423,11 @@ def native_launches() -> bool:
 
 def allocations(request: Request, count: int) -> tuple[tuple[Any, ...], ...]:
     """Arguments of `fast_allocation` for each output of so many indices."""
-    found = []
-    for field in request.fields:
-        strides = [1]
-        for size in reversed(field.row_shape):
-            strides.insert(0, strides[0] * max(size, 1))
-        found.append(((count, *field.row_shape), tuple(strides), field.dtype))
-    return tuple(found)
+    sizes = [(count, *field.row_shape) for field in request.fields]
+    return tuple(
+        (size, contiguous_strides((0, *size[1:])), field.dtype)
+        for size, field in zip(sizes, request.fields, strict=True)
+    )
 
 
 def outputs_of(request: Request) -> tuple[tuple[Any, ...], ...]:

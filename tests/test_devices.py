@@ -192,7 +192,8 @@ try:
     raise SystemExit("a bad index was not reported")
 except IndexError as error:
     assert "[1] is 10, out of range for bufs[0] with 10 rows" in str(error)
-for status in multigather.backends():
+statuses = [each for each in multigather.backends() if device == "cpu" or each.name != "native"]
+for status in statuses:
     refusal = None
     try:
         multigather.gather(indices, buffer, backend=status.name)
@@ -202,7 +203,7 @@ for status in multigather.backends():
         assert device == "cpu" or any(reason in refusal for reason in status.reasons)
     print(status.name, "runs" if refusal is None else "; ".join(status.reasons))
 explanation = multigather.explain(indices, buffer)
-for status in multigather.backends():
+for status in statuses:
     assert all(reason in str(explanation) for reason in status.reasons) or device == "cpu"
 print("chosen:", explanation.picks[0]["backend"])
 """

@@ -112,7 +112,7 @@ def test_a_bad_index_is_reported_for_each_buffer(target: Target) -> None:
     indices = torch.tensor([1, 9, 2], device=target.device)
     outs = tuple(each.new_ones(3) for each in packed)
     for options in ({}, {"out": outs}):
-        with pytest.raises(IndexError, match=r"indices\[1\] is 9, .*bufs\[\d\] with 9 rows"):
+        with pytest.raises(IndexError, match=r"\[1\] is 9, .*bufs\[\d\] with 9 rows"):
             mg.gather(indices, *packed, backend=target.backend, **options)
             mg.check()
     if target.device == "cpu":
@@ -552,6 +552,6 @@ def test_a_large_packed_gather_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
         assert torch.equal(again.view(wanted.dtype), wanted)
     indices[7] = 300_000
     results = mg.gather(indices, *packed)
-    with pytest.raises(IndexError, match=r"indices\[7\] is 300000"):
+    with pytest.raises(IndexError, match=r"\[7\] is 300000"):
         mg.check()
     assert not any(raw_bytes(each[7:8]).any() for each in results)

@@ -836,7 +836,7 @@ class TestOnGpu:
         )
         assert status == 0, output
         tuning = parse(the_file(tmp_path / "tuning").read_bytes())
-        able = {status.name for status in multigather.backends() if status.available}
+        able = {status.name for status in multigather.backends() if status.available} - {"native"}
         wanted, _ = shapes.grid(torch.device("cuda", 0), (64,), (32,), (3,))
         assert set(tuning.keys) == {key_of(each) for each in wanted}
         for entry in tuning.entries.values():

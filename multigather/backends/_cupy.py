@@ -278,7 +278,8 @@ class CudaBackend:
 
     def adds_on(self, device: torch.device) -> bool:
         """Whether gradients on the device can be added by scatter_add.cu."""
-        return device.type == "cuda" and not self.unavailable()
+        # Asked at every backward pass. Where a tensor is on such a device, torch has CUDA.
+        return device.type == "cuda" and not torch.version.hip and not _import_failures()
 
     def adds_vectors(self, device: torch.device) -> bool:
         """Whether one instruction of the device adds up to 16 bytes."""

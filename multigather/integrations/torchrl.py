@@ -56,7 +56,8 @@ class _Gathering:
 
         Raises:
             IndexError: an index is outside the written rows. On a GPU the row is zero-filled, and
-                the error is raised by a later call or by `multigather.check`.
+                the error is raised by a later call or by `multigather.check`; it names the place
+                among the indices, and as the index a row beyond the storage.
             RuntimeError: nothing was written yet.
         """
         rows = None
