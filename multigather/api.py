@@ -12,7 +12,7 @@ import torch
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from . import containers, dispatch, faults
-from .autograd import Gather, dispatch_modes
+from .autograd import Gather, detached, dispatch_modes
 from .bounds import as_int64, resolve
 from .cache import store
 from .executable import Executable
@@ -20,6 +20,7 @@ from .fork import Lock
 from .nvtx import ranged
 from .operator import gather_operator
 from .outputs import check_outputs, mark_written
+from .pinned import announce_reads
 from .request import BOUNDS, INDEX_DTYPES, Request, field_of
 from .shortcut import OutShortcut, Shortcut, guard
 
@@ -102,8 +103,8 @@ def gather(
             shortcut = None
         if shortcut is not None:
             results = shortcut.run(indices, bufs)
-            if results is None and shortcut.flattened:
-                results = shortcut.run_flattened(indices, bufs)
+            if results is None:
+                results = shortcut.run_otherwise(indices, bufs)
             if results is not None:
                 return results
     results, executable = gather_checked(indices, bufs, out, bounds, backend)
@@ -196,8 +197,7 @@ def gather_checked(
     def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return _run(executable, flat, shape, sources, outs)
 
-    differentiable = any(tensor.requires_grad for tensor in tensors)
-    if differentiable and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         if outs is not None:
             raise ValueError(
                 "out= cannot be combined with gradients: a buffer requires grad. Leave out= away, "
@@ -210,17 +210,17 @@ def gather_checked(
         if outs is not None:
             mark_written(tuple(outs))
     if request.host_memory:
-        _announce_reads(tensors, request.device)
+        announce_reads(tensors, request.device)
     if request.device.type == "cuda" and faults.synchronous and bounds == "raise":
         _synchronise(request.device)
     plain = not (
         moved
-        or differentiable
-        or request.host_memory
         or faults.synchronous
         or executable.has_empty_buffer
         or any(tensor.is_conj() or tensor.is_neg() for tensor in tensors)
-        or any(each.requires_grad for each in outs or ())
+        # What is not looked at again where outputs are known.
+        or (outs is not None and request.host_memory)
+        or (outs is not None and any(each.requires_grad for each in (*tensors, *outs)))
     )
     # Outputs that the caller brought are given back as they came.
     items = tuple(out) if out is not None else mirrored(results, leaves, structure, shape)
@@ -309,7 +309,7 @@ def _remember(
     # it here again, and does not pay for a guard and generated code each time.
     shortcut = executable.shortcut
     if shortcut is None or not shortcut.knows(indices, bufs):
-        check = guard(indices, bufs)
+        check = guard(indices, detached(bufs))
         if check is None:
             return
         shortcut = executable.shortcut = Shortcut(check, executable)
@@ -318,7 +318,7 @@ def _remember(
             if len(_shortcuts) >= KEPT_EXECUTABLES:
                 _shortcuts.clear()
             _shortcuts[key] = shortcut
-    shortcut.learn(indices)
+    shortcut.learn(indices, bufs)
 
 
 def _remember_outputs(
@@ -590,22 +590,6 @@ def _flatten_outputs(
                 f"out must have None exactly where the buffers have None; leaf {number} differs"
             )
     return [item for item in outs if item is not None]
-
-
-def _announce_reads(tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-    """Let torch's allocator of pinned memory know that a kernel reads these buffers.
-
-    It would otherwise give a buffer that the caller drops now to the next one who asks, before the
-    kernel has read it. A copy that does not block is the only public way to tell it. A graph's
-    buffers must live as long as the graph, so a capture tells nothing.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        return
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
-    for storage in storages.values():
-        if storage.nbytes():
-            first = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (1,), (1,))
-            first.to(device, non_blocking=True)
 
 
 def _synchronise(device: torch.device) -> None:

@@ -29,7 +29,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        run: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+        run: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
         indices: torch.Tensor,
         bounds: str,
         backend: str | None,
@@ -47,7 +47,7 @@ class Gather(torch.autograd.Function):
         """
         remember(ctx, indices, bounds, backend, buffers)
         ctx.set_materialize_grads(False)
-        outputs = run([buffer.detach() for buffer in buffers])
+        outputs = run(detached(buffers))
         # As with b[indices], the rows of a buffer that requires no gradient require none.
         ctx.mark_non_differentiable(
             *(out for out, want in zip(outputs, ctx.needs_input_grad[4:], strict=True) if not want)
@@ -83,6 +83,11 @@ class ScatterAdd(torch.autograd.Function):
         """Gather the rows of the gradients of the sums."""
         (indices,) = ctx.saved_tensors
         return (None, None, None, None, *gather_again(indices, ctx.bounds, gradients))
+
+
+def detached(buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The buffers outside of the graph."""
+    return [buffer.detach() if buffer.requires_grad else buffer for buffer in buffers]
 
 
 def remember(

@@ -27,6 +27,7 @@ class Executable:
     Attributes:
         request: the gather; its ``count`` is 0.
         site: names of the buffers.
+        name: the backend that the caller asked for, or None.
         on_cuda: whether it runs on a CUDA device.
         by_address: whether a runner relies on how the buffers' addresses are aligned.
         runners: those made so far, by `bucket_of` the count.
@@ -42,7 +43,7 @@ class Executable:
         self.request = request
         self.on_cuda = request.device.type == "cuda"
         self.by_address = False
-        self._name = name
+        self.name = name
         self.site = Site(next(_plan_numbers), tuple(range(len(labels))), labels)
         faults.plans[self.site.plan] = self.site
         self.runners: dict[int, Runner] = {}
@@ -89,9 +90,9 @@ class Executable:
             if count and store.mode() == "online" and not capturing:
                 from .tuner.online import tune_if_missing
 
-                tune_if_missing(request, self._name)
+                tune_if_missing(request, self.name)
             selection = dispatch.select(
-                request, self._name, self.site, reading=not capturing, strictly=count > 0
+                request, self.name, self.site, reading=not capturing, strictly=count > 0
             )
             parts = []
             for pick in selection.picks:

@@ -9,6 +9,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import api, containers
+from .autograd import detached
 from .nvtx import ranged
 from .shortcut import OutShortcut, Shortcut, guard
 
@@ -74,8 +75,8 @@ class Plan:
             results = shortcut.run(indices, self._tensors) if shortcut is not None else None
             if results is None:
                 results = self._run_another(indices)
-            if results is None and self._latest is not None and self._latest.flattened:
-                results = self._latest.run_flattened(indices, self._tensors)
+            if results is None and self._latest is not None:
+                results = self._latest.run_otherwise(indices, self._tensors)
             if results is not None:
                 if self._flat:
                     return results
@@ -121,13 +122,13 @@ class Plan:
     def _learn(self, indices: torch.Tensor, executable: Any) -> None:
         shortcut = self._shortcuts.get(indices.dtype)
         if shortcut is None or not shortcut.knows(indices, self._tensors):
-            check = guard(indices, self._tensors)
+            check = guard(indices, detached(self._tensors))
             if check is None:
                 return
             addresses = tuple(tensor.data_ptr() for tensor in self._tensors)
             shortcut = Shortcut(check, executable, addresses)
             self._shortcuts[indices.dtype] = self._latest = shortcut
-        shortcut.learn(indices)
+        shortcut.learn(indices, self._tensors)
 
 
 def plan(*bufs: Any, bounds: str = "raise", backend: str | None = None) -> Plan:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from . import faults, native
+from .autograd import Gather, detached
 from .backends._native import CopyLaunch, CopyRunner
 from .backends._torch import Operation, SelectRunner
 from .backends.base import KernelRunner
@@ -39,6 +40,7 @@ from .launch import (
     launch_function,
 )
 from .outputs import extent, mark_written
+from .pinned import announce_reads
 from .request import Request, bucket_of, contiguous_strides
 
 try:
@@ -95,16 +97,22 @@ class Shortcut:
         self._way: bytes | tuple[Operation, ...] = ()
         self._buckets: set[int] = set()
         self.run = run or self._run
-        # Whether a call had indices of another number of dimensions than one. Calls that `run`
-        # does not know are looked at once more then.
-        self.flattened = False
+        if executable.request.host_memory:
+            self.run = functools.partial(self._run_pinned, self.run)
+        # What calls so far had that `run` does not know, so that others are looked at once more:
+        # indices of another number of dimensions than one; buffers that require a gradient, of
+        # which this is the guard.
+        self._flattened = False
+        self._attached: Check | None = None
         if run is not None:
             _launching.add(self)
 
-    def learn(self, indices: torch.Tensor) -> None:
-        """Take over the launch that a call with so many indices has made."""
+    def learn(self, indices: torch.Tensor, buffers: Sequence[torch.Tensor]) -> None:
+        """Take over what a call has made, such as the launch for so many indices."""
         count = indices.numel()
-        self.flattened |= indices.dim() != 1
+        self._flattened |= indices.dim() != 1
+        if any(buffer.requires_grad for buffer in buffers):
+            self._attached = guard(indices, buffers)
         runner = self.executable.runners.get(bucket_of(count))
         if isinstance(runner, (CopyRunner, SelectRunner)):
             self._learn_on_cpu(runner, bucket_of(count))
@@ -124,11 +132,74 @@ class Shortcut:
                 self._launches[count] = launch.facts
 
     def knows(self, indices: torch.Tensor, buffers: Sequence[torch.Tensor]) -> bool:
-        """Whether the guard lets these tensors pass, contiguous indices of any shape among them."""
+        """Whether the guard lets these tensors pass, but for the indices' shape and gradients."""
         flat = indices.view(-1) if indices.is_contiguous() else indices
-        return self.check(flat, *buffers)
+        return self.check(flat, *detached(buffers))
 
-    def run_flattened(
+    def run_otherwise(
+        self, indices: Any, buffers: Sequence[Any]
+    ) -> tuple[torch.Tensor, ...] | None:
+        """`run` for what it does not know itself but earlier calls had."""
+        results = self._run_flattened(indices, buffers) if self._flattened else None
+        if results is None and self._attached is not None:
+            results = self._run_attached(indices, buffers)
+        return results
+
+    def _run_attached(
+        self, indices: Any, buffers: Sequence[Any]
+    ) -> tuple[torch.Tensor, ...] | None:
+        """`run` for buffers of which the same require a gradient; one node of autograd's graph."""
+        assert self._attached is not None
+        try:
+            flat = indices if indices.dim() == 1 else indices.view(-1)
+            if not self._attached(flat, *buffers):
+                return None
+        except (AttributeError, RuntimeError, TypeError):  # no tensors, or no such view
+            return None
+        if self._addresses is not None:
+            for buffer, address in zip(buffers, self._addresses, strict=True):
+                if buffer.data_ptr() != address:
+                    return None
+        gather = functools.partial(self._run_detached, indices)
+        if not torch.is_grad_enabled():
+            return tuple(gather(detached(buffers)))
+        executable = self.executable
+        return Gather.apply(  # type: ignore[no-any-return,no-untyped-call]
+            gather, indices, executable.request.bounds, executable.name, *buffers
+        )
+
+    def _run_detached(
+        self, indices: torch.Tensor, buffers: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Gather from buffers that require no gradient, the long way too."""
+        results = self.run(indices, buffers)
+        if results is None and self._flattened:
+            results = self._run_flattened(indices, buffers)
+        if results is None:
+            from .api import gather_checked
+
+            name, bounds = self.executable.name, self.executable.request.bounds
+            results, executable = gather_checked(indices, tuple(buffers), None, bounds, name)
+            if executable is self.executable:
+                self.learn(indices, buffers)
+        return results
+
+    def _run_pinned(
+        self, run: Run, indices: Any, buffers: Sequence[Any]
+    ) -> tuple[torch.Tensor, ...] | None:
+        """`run` for buffers in pinned memory, which no guard tells from other memory."""
+        if self._addresses is None:
+            try:
+                if not all(buffer.is_pinned() for buffer in buffers):
+                    return None
+            except AttributeError:  # not tensors
+                return None
+        results = run(indices, buffers)
+        if results is not None:
+            announce_reads(buffers, self.executable.request.device)
+        return results
+
+    def _run_flattened(
         self, indices: Any, buffers: Sequence[Any]
     ) -> tuple[torch.Tensor, ...] | None:
         """`run` for contiguous indices of any number of dimensions."""
@@ -320,7 +391,7 @@ def guard(indices: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Check | Non
     indices = indices.view(-1)
     if indices.stride(0) != 1:
         return None
-    if any(type(tensor) is not torch.Tensor for tensor in (indices, *tensors)):
+    if any(type(each) not in (torch.Tensor, torch.nn.Parameter) for each in (indices, *tensors)):
         return None
     sizes = [[None], *(list(tensor.shape) for tensor in tensors)]
     strides = [[1], *(list(tensor.stride()) for tensor in tensors)]

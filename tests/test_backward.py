@@ -583,6 +583,94 @@ def test_gradients_leave_no_memory_behind(backend: str) -> None:
     assert abs(torch.cuda.memory_allocated() - base) <= 4 * buffer.nbytes
 
 
+# ------------------------------------------------------------------------------ repeated calls
+
+
+def no_long_way(*arguments: Any) -> None:
+    raise AssertionError("the long way")
+
+
+@pytest.mark.parametrize("shape", [(12,), (3, 4)], ids=str)
+@pytest.mark.parametrize("planned", [False, True], ids=["gather", "plan"])
+def test_a_repeated_call_is_short(
+    target: Target, planned: bool, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With gradients and without, of parameters too; and with the same gradients as before."""
+    if target.name in ("triton-interpreter", "cuda-source-on-cpu"):
+        pytest.skip("kernels have a short way on a GPU only")
+    api.forget()
+    weight = torch.nn.Parameter(leaf((ROWS, 3), device=target.device).detach())
+    table = leaf((ROWS, 2), torch.float64, target.device)
+    codes = torch.arange(ROWS, device=target.device)
+    indices = torch.arange(12, device=target.device).remainder(ROWS).view(shape)
+    bufs = (weight, table, codes)
+    plan = multigather.plan(*bufs, backend=target.backend)
+
+    def gather() -> tuple[torch.Tensor, ...]:
+        if planned:
+            return plan(indices)
+        return multigather.gather(indices, *bufs, backend=target.backend)
+
+    def step() -> None:
+        results = gather()
+        assert [each.requires_grad for each in results] == [True, True, False]
+        with torch.no_grad():
+            constants = gather()
+        assert not any(each.requires_grad for each in constants)
+        for one, other, buffer in zip(results, constants, bufs, strict=True):
+            assert torch.equal(one, buffer[indices]) and torch.equal(one, other)
+            assert type(one) is torch.Tensor
+        found = torch.autograd.grad(weighted(results[0]) + weighted(results[1]), (weight, table))
+        wanted = torch.autograd.grad(
+            weighted(weight[indices]) + weighted(table[indices]), (weight, table)
+        )
+        assert all(map(torch.equal, found, wanted))
+
+    for _ in range(3):
+        step()
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "gather_checked", no_long_way)
+        step()
+    # Another gradient is required now, which is another guard; and none.
+    table.requires_grad_(False)
+    for _ in range(3):
+        assert [each.requires_grad for each in gather()] == [True, False, False]
+    weight.requires_grad_(False)
+    for _ in range(3):
+        assert not any(each.requires_grad for each in gather())
+
+
+def test_plans_of_parameters_refuse_other_memory(target: Target) -> None:
+    """As plans of other tensors, once they have learned the short way."""
+    weight = torch.nn.Parameter(torch.ones(ROWS, 3, device=target.device))
+    plan = multigather.plan(weight, backend=target.backend)
+    indices = torch.arange(4, device=target.device)
+    for _ in range(3):
+        assert plan(indices)[0].requires_grad
+    weight.data = torch.zeros(ROWS, 3, device=target.device)
+    with pytest.raises(ValueError, match="has changed"):
+        plan(indices)
+    with torch.no_grad(), pytest.raises(ValueError, match="has changed"):
+        plan(indices)
+
+
+def test_outputs_are_refused_where_gradients_are_required(target: Target) -> None:
+    """Whatever was gathered into them before, without gradients."""
+    weight = torch.nn.Parameter(torch.ones(ROWS, 3, device=target.device))
+    outs = (torch.zeros(4, 3, device=target.device),)
+    plan = multigather.plan(weight, backend=target.backend)
+    indices = torch.arange(4, device=target.device)
+    with torch.no_grad():
+        for _ in range(3):
+            multigather.gather(indices, weight, out=outs, backend=target.backend)
+            plan(indices, out=outs)
+    assert bool((outs[0] == 1).all())
+    with pytest.raises(ValueError, match="out= cannot be combined with gradients"):
+        multigather.gather(indices, weight, out=outs, backend=target.backend)
+    with pytest.raises(ValueError, match="out= cannot be combined with gradients"):
+        plan(indices, out=outs)
+
+
 def test_without_torchs_fast_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sums start from zeros of each buffer's shape and type, however they are made."""
     like = [torch.ones(2, 3, dtype=torch.float64), torch.ones(0), torch.ones(2, dtype=torch.half)]

@@ -14,6 +14,7 @@ from cases import POISON, in_threads
 from conftest import HAVE_GPU, Target
 
 import multigather
+from multigather import api
 
 needs_gpu = pytest.mark.skipif(not HAVE_GPU, reason="torch sees no CUDA device")
 BACKENDS = ("torch", "triton", "cupy")
@@ -164,6 +165,31 @@ def test_pinned_sources_repeat(backend: str) -> None:
     multigather.gather(indices + 35, buffer, narrow, backend=backend)
     with pytest.raises(IndexError, match=r"is 40, out of range for bufs\[0\] with 40 rows"):
         multigather.check()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_pageable_memory_after_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repeated call is short, but does not take other host memory of that layout for pinned."""
+    api.forget()
+    pinned = torch.ones(40, 5).pin_memory()
+    indices = torch.arange(8, device="cuda")
+    plan = multigather.plan(pinned)
+    for _ in range(3):
+        multigather.gather(indices, pinned)
+    assert plan(indices)[0].is_cuda
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "gather_checked", None)
+        assert bool((multigather.gather(indices, pinned)[0] == 1).all())
+    known = dict(api._shortcuts)
+    pageable = torch.ones(40, 5)
+    api._shortcuts[id(pageable)] = known[id(pinned)]
+    with pytest.raises(ValueError, match="pageable host memory"):
+        multigather.gather(indices, pageable)
+    outs = (torch.zeros(8, 5, device="cuda"),)
+    for _ in range(3):
+        multigather.gather(indices, pinned, out=outs)
+    assert bool((outs[0] == 1).all())
 
 
 # ---------------------------------------------------------------- machines that lack something

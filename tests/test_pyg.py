@@ -118,6 +118,18 @@ def test_memory_is_shared_and_other_attributes_stay_out() -> None:
     assert store.multi_get_tensor([attr])[0].tolist() == [[5, 5]]
 
 
+def test_what_was_not_given_is_asked_for() -> None:
+    """As PyG's own attributes do, whose kind the store replaces."""
+    store = pyg.FeatureStore.from_data(Data(x=torch.zeros(4, 2)))
+    (attr,) = store.get_all_tensor_attrs()
+    assert isinstance(attr, TensorAttr) and not attr.is_fully_specified()
+    assert attr.is_set("group_name") and not attr.is_set("index")
+    with pytest.raises(ValueError, match="fully"):
+        store.multi_get_tensor([attr])
+    attr.index = torch.tensor([1])
+    assert attr.is_fully_specified() and len(store.multi_get_tensor([attr])[0]) == 1
+
+
 @pytest.mark.gpu
 def test_pinned_features_with_nodes_on_a_gpu() -> None:
     if not torch.cuda.is_available():

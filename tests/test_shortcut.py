@@ -179,7 +179,7 @@ class Made:
         for count in counts:
             self.executable.runners[bucket_of(count)] = self.runner
             self.runner.compile(count)
-            self.shortcut.learn(self.indices[:1].expand(count))
+            self.shortcut.learn(self.indices[:1].expand(count), [])
         self.run = self.shortcut.run
 
     def into(self, outs: Sequence[torch.Tensor]) -> shortcut.OutShortcut:
@@ -479,7 +479,7 @@ def test_the_cuda_kernel_through_a_repeated_launch(
     for count in (1, 4, 30):
         executable.runners[bucket_of(count)] = runner
         runner.compile(count)
-        known.learn(torch.empty(count))
+        known.learn(torch.empty(count), [])
     failures: list[BaseException] = []
     # The extension scales what it knows to every number in the same bucket.
     counts = (1, 4, 30) if way == "generated" else (1, 4, 30, 3, 5, 23, 45, 31)
@@ -620,7 +620,7 @@ def test_numbers_of_indices_on_a_cpu(way: str) -> None:
     for count in (0, 5, 90):
         indices = torch.zeros(count, dtype=torch.int64)
         executable(indices, indices.shape, (buffer,), None)
-        known.learn(torch.empty(count))
+        known.learn(torch.empty(count), [])
     for count in range(200):
         results = known.run(torch.zeros(count, dtype=torch.int64), (buffer,))
         assert (results is not None) == (bucket_of(count) in {bucket_of(k) for k in (0, 5, 90)})

@@ -13,6 +13,7 @@ Needs torch_geometric 2.6 or newer (``pip install 'torch_geometric>=2.6'``).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,21 @@ from ..request import INDEX_DTYPES
 
 __all__ = ["FeatureStore"]
 
+_UNSET: Any = pyg.TensorAttr.index  # what PyG sets a field to that was not given
+
+
+@dataclass
+class TensorAttr(pyg.TensorAttr):  # type: ignore[misc]
+    """PyG's, that asks whether a field is unset by identity.
+
+    PyG compares with ``!=``, for which torch takes 14 microseconds to find that a tensor of
+    indices equals no enumeration, once per feature and batch.
+    """
+
+    def is_set(self, key: str) -> bool:
+        """Whether a field was given."""
+        return getattr(self, key) is not _UNSET
+
 
 class FeatureStore(pyg.FeatureStore):  # type: ignore[misc]
     """Node features in memory, by group (type of node; None in a homogeneous graph) and name.
@@ -34,7 +50,7 @@ class FeatureStore(pyg.FeatureStore):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(TensorAttr)
         # The base class makes attributes of its own in an unusual way; this is like PyG's stores.
         self.__dict__["_features"] = {}
 
@@ -79,18 +95,17 @@ class FeatureStore(pyg.FeatureStore):  # type: ignore[misc]
             feature = self._features.get((attr.group_name, attr.attr_name))
             if feature is None:
                 continue
-            if _is_whole(attr.index):
-                results[number] = feature
-            elif _is_rows(attr.index):
-                together.setdefault(id(attr.index), []).append(number)
-            else:  # a slice, one node, or a mask
-                results[number] = feature[attr.index]
+            index = attr.index
+            if _is_rows(index):
+                together.setdefault(id(index), []).append(number)
+            elif not _is_whole(index):  # a slice, one node, or a mask
+                feature = feature[index]
+            results[number] = feature
         for numbers in together.values():
-            features = [
-                self._features[attrs[number].group_name, attrs[number].attr_name]
-                for number in numbers
-            ]
-            rows = gather(containers.as_indices(attrs[numbers[0]].index), *features)
+            rows = gather(
+                containers.as_indices(attrs[numbers[0]].index),
+                *(results[number] for number in numbers),
+            )
             for number, each in zip(numbers, rows, strict=True):
                 results[number] = each
         return results
