@@ -162,16 +162,9 @@ def kernel_for(
         indices: on the device of the buffers.
         gradients: of the outputs, on that device.
     """
-    if (
-        backend not in (None, "cupy")
-        or torch.are_deterministic_algorithms_enabled()
-        or not is_plain(indices, *gradients)
-    ):
+    if torch.are_deterministic_algorithms_enabled() or not is_plain(indices, *gradients):
         return None
-    for each in dispatch.BACKENDS:
-        if isinstance(each, CudaBackend) and each.adds_on(indices.device):
-            return each
-    return None
+    return dispatch.cuda_backend(backend, indices.device)
 
 
 def is_plain(*tensors: torch.Tensor) -> bool:

@@ -7,6 +7,8 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from .backends._cupy import CudaBackend
 from .backends._native import NativeBackend
 from .backends._torch import TorchBackend
@@ -40,6 +42,20 @@ def backend_named(name: str) -> Backend:
         if backend.name == name:
             return backend
     raise KeyError(name)
+
+
+def cuda_backend(name: str | None, device: torch.device) -> CudaBackend | None:
+    """The backend that runs CUDA C on a device, what is no gather too; None if there is none.
+
+    Args:
+        name: the backend that the caller insists on, or None.
+        device: where it is to run.
+    """
+    if name in (None, "cupy"):
+        for backend in BACKENDS:
+            if isinstance(backend, CudaBackend) and backend.compiles_for(device):
+                return backend
+    return None
 
 
 @dataclass(frozen=True)

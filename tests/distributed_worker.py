@@ -11,6 +11,7 @@ of all.
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import math
 import os
@@ -199,6 +200,21 @@ def random_gathers_of_1_2_and_3_ranks() -> None:
     for size, group in members():
         if size < 8:
             random_gathers(group, 25, 6)
+
+
+@case
+def random_gathers_by_the_kernels_of_a_gpu() -> None:
+    """As on a GPU: its kernels, run as C++, find out which rows are asked of whom."""
+    if not cuda_host.compiler():
+        return
+    kept = dispatch.BACKENDS
+    dispatch.BACKENDS = (cuda_host.HostCudaBackend(), *kept[1:])
+    api.forget()
+    try:
+        random_gathers(groups[8], 12, 5)
+    finally:
+        dispatch.BACKENDS = kept
+        api.forget()
 
 
 @case
@@ -404,12 +420,20 @@ def kernels_pack_and_unpack_in_one_launch_each() -> None:
     try:
         for buffers in (1, 6):
             whole = Whole([30, 20], (MIXED * 2)[:buffers], gap=8)
-            for capacity in (None, 50):
-                plan = shard(*whole.own, group=groups[2], backend="cupy", capacity=capacity)
+            for capacity, deduplicate in itertools.product((None, 50), (True, False)):
+                plan = shard(
+                    *whole.own,
+                    group=groups[2],
+                    backend="cupy",
+                    capacity=capacity,
+                    deduplicate=deduplicate,
+                )
                 indices = torch.arange(50).flip(0) * 3 % 50
                 before = backend.launches
                 results = plan(indices)
-                assert backend.launches == before + 2
+                # Where the rows are takes two more, or torch's operations.
+                assert plan._sharding.transport.takes_indices != deduplicate
+                assert backend.launches == before + (2 if deduplicate else 4)
                 whole.check(results, indices)
     finally:
         dispatch.BACKENDS = kept
@@ -737,7 +761,7 @@ def backends_gather_from_peers() -> None:
     whole = Whole(GPU_ROWS, MIXED, device="cuda")
     copies = symmetric(*whole.own)
     for status in multigather.backends():
-        if status.available:
+        if status.available and status.name != "native":
             plan = shard(*copies, backend=status.name, transport="peer")
             indices = gpu_indices(200, 700, 3)
             whole.check(plan(indices), indices)

@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from multigather.backends import _scatter_add
+from multigather.backends import _route, _scatter_add
 from multigather.backends._cupy import (
     BOUNDS,
     CONFIGS,
@@ -438,6 +438,18 @@ def test_scatter_add_compiles_for_every_architecture(architecture: int) -> None:
     # Fields are counted by the table of the gather's kernel, which has the larger entries.
     assert adding(SMALL_CAPACITY).parameter_bytes() <= 4096
     assert adding(LARGE_CAPACITY).parameter_bytes() <= 32764
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids="sm_{}".format)
+def test_route_compiles_for_every_architecture(architecture: int) -> None:
+    """Without a warning, with parameters of the size that the host packs."""
+    dtypes = itertools.cycle(INDEX_TYPES)
+    for step, bounds in itertools.product((_route.LOCATE, _route.COUNT, _route.PLACE), BOUNDS):
+        each = _route.Specialisation(step, next(dtypes), bounds, torch.int32)
+        size = each.parameter_bytes()
+        result = compile_one(each, architecture, f"static_assert(sizeof(Parameters) == {size});")
+        assert b"\0route\0" in result.cubin
+        assert "warning" not in result.log, result.log
 
 
 @pytest.mark.parametrize("architecture", [80, CLOSE], ids="sm_{}".format)

@@ -276,8 +276,8 @@ class CudaBackend:
         """Most fields that one launch can carry on the device."""
         return _capacity(device.index)
 
-    def adds_on(self, device: torch.device) -> bool:
-        """Whether gradients on the device can be added by scatter_add.cu."""
+    def compiles_for(self, device: torch.device) -> bool:
+        """Whether kernels of CUDA C run on the device."""
         # Asked at every backward pass. Where a tensor is on such a device, torch has CUDA.
         return device.type == "cuda" and not torch.version.hip and not _import_failures()
 

@@ -13,9 +13,12 @@ import torch
 import torch.distributed as dist
 
 from .. import api
+from ..backends._route import Router
+from ..backends.base import KernelRunner
 from ..executable import Executable
-from ..request import Request, dtype_name, field_of
+from ..request import Request, bucket_of, dtype_name, field_of
 from .agreement import named
+from .repeated import Repeated
 from .shards import Shards
 
 # Room for a quarter more rows than asked for, so that calls of varying size soon allocate nothing.
@@ -39,7 +42,7 @@ class Slab:
         self.fields = shards.layout.views(self.memory)
         fields = tuple(map(field_of, self.fields))
         request = Request(device, False, torch.int64, 0, bounds, fields)
-        self.gather = Executable(request, backend, local.site.labels)
+        self.gather = Repeated(Executable(request, backend, local.site.labels), self.fields)
 
 
 class Exchange:
@@ -54,6 +57,8 @@ class Exchange:
         capacity: most rows that a rank asks of another one; None for any number.
         backend: as for `multigather.gather`.
         reason: why this transport and not the other one.
+        router: finds out where rows are; without it torch's operations do, and only they know
+            which rows are asked for repeatedly.
     """
 
     name = "exchange"
@@ -68,7 +73,10 @@ class Exchange:
         capacity: int | None,
         backend: str | None,
         reason: str,
+        router: Router | None,
     ) -> None:
+        self._router = router
+        self.takes_indices = router is not None
         self._group, self._shards, self._local = group, shards, local
         self._deduplicate, self._capacity = deduplicate, capacity
         self._backend, self._reason = backend, reason
@@ -87,6 +95,8 @@ class Exchange:
         outs: Sequence[torch.Tensor] | None,
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """See `sharding.Transport`."""
+        if self._router is not None:
+            return self._routed(self._router, rows, shape, sources, outs)
         # Shards are ranges of rows: sorted by row is sorted by rank, and what is left behind the
         # last rank's rows are the bad ones. The owner then reads in order, too.
         ordered, order = rows.sort()
@@ -102,13 +112,31 @@ class Exchange:
             numbers = torch.arange(len(ordered), device=ordered.device)
         if self._capacity is None:
             missed = None
-            self._fetch(asked, starts, sources)
+            counts = starts.diff()
+            self._fetch(asked, torch.stack((counts, counts)), sources)
             if self._bounds == "fill":
                 numbers = torch.where(ordered < self._shards.total, numbers, -1)
         else:
-            numbers, missed = self._fetch_fixed(asked, starts, ordered, numbers, sources)
+            numbers, requests, missed = self._placed(starts, ordered, numbers)
+            self._fetch_fixed(requests, sources)
         places = torch.empty_like(order).scatter_(0, order, numbers)
-        return self._incoming.gather(places, shape, self._incoming.fields, outs), missed
+        return self._incoming.gather(places, shape, outs), missed
+
+    def _routed(
+        self,
+        router: Router,
+        indices: torch.Tensor,
+        shape: torch.Size,
+        sources: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor] | None,
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """`__call__` for indices, with a router."""
+        places, numbers, counts, missed = router.requests(indices, self._capacity)
+        if self._capacity is None:
+            self._fetch(numbers, counts, sources)
+        else:
+            self._fetch_fixed(numbers, sources)
+        return self._incoming.gather(places, shape, outs), missed
 
     def explain(self) -> list[str]:
         """See `sharding.Transport`."""
@@ -124,43 +152,40 @@ class Exchange:
         return [*lines, f"a row that is asked for repeatedly is sent {times}", self._reason]
 
     def _fetch(
-        self, asked: torch.Tensor, starts: torch.Tensor, sources: Sequence[torch.Tensor]
+        self, numbers: torch.Tensor, counts: torch.Tensor, sources: Sequence[torch.Tensor]
     ) -> None:
-        """Fetch the rows ``asked`` into the incoming slab, in their order.
+        """Fetch rows into the incoming slab, in their order.
 
-        The rows of rank k are those from ``starts[k]`` on.
+        Args:
+            numbers: of the rows: at their ranks from a router, else among all ranks' rows.
+            counts: how many of them each rank has, in the first of two rows.
+            sources: this rank's own rows.
         """
-        counts = starts.diff()
-        others = torch.empty_like(counts)
         with named("exchanging counts (all_to_all_single 1 of 3)", self._group):
-            dist.all_to_all_single(others, counts, group=self._group)
-        mine, theirs = torch.stack((counts, others)).tolist()  # the one wait for the device
+            dist.all_to_all_single(counts[1], counts[0], group=self._group)
+        mine, theirs = counts.tolist()  # the one wait for the device
         in_rows, out_rows = sum(mine), sum(theirs)
         if in_rows > len(self._incoming.memory):
             self._incoming = self._slab(in_rows + in_rows // SPARE)
         if out_rows > len(self._outgoing.memory):
             self._outgoing = self._slab(out_rows + out_rows // SPARE)
-        requests = asked[:in_rows].to(self._shards.index_dtype)
+        requests = numbers[:in_rows].to(self._shards.index_dtype)
         wanted = requests.new_empty(out_rows)
         with named("exchanging row numbers (all_to_all_single 2 of 3)", self._group):
             dist.all_to_all_single(wanted, requests, theirs, mine, group=self._group)
-        self._pack(wanted.sub_(self._first_row), sources)
+        self._pack(wanted if self._router else wanted.sub_(self._first_row), sources)
         outgoing, incoming = self._outgoing.memory[:out_rows], self._incoming.memory[:in_rows]
         with named("exchanging rows (all_to_all_single 3 of 3)", self._group):
             dist.all_to_all_single(incoming, outgoing, mine, theirs, group=self._group)
 
-    def _fetch_fixed(
-        self,
-        asked: torch.Tensor,
-        starts: torch.Tensor,
-        ordered: torch.Tensor,
-        numbers: torch.Tensor,
-        sources: Sequence[torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `_fetch`, with ``capacity`` places for each rank's rows; no wait, all sizes fixed.
+    def _placed(
+        self, starts: torch.Tensor, ordered: torch.Tensor, numbers: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``capacity`` places for each rank's rows, and the rows that have one.
 
         Returns:
-            For each sorted row its place in the slab, -1 for none; and how many found no room.
+            For each sorted row its place, -1 for none; for each place its row's number, -1 for
+            none; and how many found no room.
         """
         assert self._capacity is not None
         capacity, total = self._capacity, self._shards.total
@@ -172,22 +197,30 @@ class Exchange:
         # Rows without a place all go to one behind the others; rows of a place are the same row.
         requests = torch.full((places + 1,), -1, device=ordered.device)
         requests.scatter_(0, torch.where(fits, numbers, places), ordered)
-        requests = requests[:places].to(self._shards.index_dtype)
+        missed = (starts.diff() - capacity).clamp_(min=0).sum()
+        return numbers, requests[:places].to(self._shards.index_dtype), missed
+
+    def _fetch_fixed(self, requests: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+        """As `_fetch`, with ``capacity`` places for each rank's rows; no wait, all sizes fixed."""
         wanted = torch.empty_like(requests)
         with named("exchanging row numbers (all_to_all_single 1 of 2)", self._group):
             dist.all_to_all_single(wanted, requests, group=self._group)
-        self._pack(torch.where(wanted < 0, -1, wanted - self._first_row), sources)
+        if not self._router:
+            wanted = torch.where(wanted < 0, -1, wanted - self._first_row)
+        self._pack(wanted, sources)
         with named("exchanging rows (all_to_all_single 2 of 2)", self._group):
             dist.all_to_all_single(self._incoming.memory, self._outgoing.memory, group=self._group)
-        return numbers, (starts.diff() - capacity).clamp_(min=0).sum()
 
     def _slab(self, room: int) -> Slab:
         return Slab(self._shards, room, self._bounds, self._local, self._backend)
 
     def _pack(self, wanted: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
         """Gather own rows into the outgoing slab."""
-        count = len(wanted)
-        fields = [field[:count] for field in self._outgoing.fields]
+        fields: Sequence[torch.Tensor] = self._outgoing.fields
+        # A kernel takes from them where rows begin, and writes as many as are wanted. To slice them
+        # costs 2 microseconds each.
+        if not isinstance(self._local.runners.get(bucket_of(len(wanted))), KernelRunner):
+            fields = [field[: len(wanted)] for field in fields]
         api._run(self._local, wanted, wanted.shape, sources, fields)
 
 
@@ -200,6 +233,7 @@ class Local:
 
     name = "none"
     may_miss = False
+    takes_indices = False
 
     def __init__(self, local: Executable) -> None:
         self._local = local

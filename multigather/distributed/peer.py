@@ -19,11 +19,13 @@ import torch
 import torch.distributed as dist
 
 from .. import api, containers
+from ..backends._route import Router
 from ..errors import UnsupportedError
 from ..executable import Executable
 from ..request import Request, field_of
 from ..slab import UNIT, Column, RowLayout
 from .agreement import named
+from .repeated import Repeated
 from .shards import Shards
 
 # The attribute by which a tensor is known to be a field of a symmetric slab. Slices lack it: their
@@ -66,6 +68,7 @@ class PeerReads:
         local: gathers from this rank's own rows.
         bounds: "unchecked" if each index is promised to have a row, else "fill".
         backend: as for `multigather.gather`.
+        router: finds out where rows are; without it torch's operations do.
     """
 
     name = "peer"
@@ -78,7 +81,10 @@ class PeerReads:
         local: Executable,
         bounds: str,
         backend: str | None,
+        router: Router | None,
     ) -> None:
+        self._router = router
+        self.takes_indices = router is not None
         layout, device = shards.layout, local.request.device
         # Rows of a sector or less have a power of two of bytes, longer ones a multiple of 16.
         unit = min(UNIT, layout.stride)
@@ -90,13 +96,13 @@ class PeerReads:
             address + rows * layout.stride
             for address, rows in zip(addresses, shards.rows, strict=True)
         ]
-        self._fields = [
+        spans = [
             _span(column, origin + offset, max(ends) - origin - offset, unit, device)
             for column, offset in zip(layout.columns, layout.offsets, strict=True)
         ]
-        fields = tuple(map(field_of, self._fields))
+        fields = tuple(map(field_of, spans))
         request = Request(device, False, torch.int64, 0, bounds, fields)
-        self._gather = Executable(request, backend, local.site.labels)
+        self._gather = Repeated(Executable(request, backend, local.site.labels), spans)
         self._fill, self._steps, self._total = bounds == "fill", steps, shards.total
         # Row i of rank k has the number first_of[k] + i * steps; bad indices have rank -1's.
         starts = [
@@ -114,11 +120,14 @@ class PeerReads:
         outs: Sequence[torch.Tensor] | None,
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """See `sharding.Transport`; the others need not take part."""
+        if self._router is not None:
+            places = self._router.locate(rows, self._first_of, self._steps)
+            return self._gather(places, shape, outs), None
         owners = torch.searchsorted(self._ends, rows, right=True)
         places = torch.add(self._first_of[owners], rows, alpha=self._steps)
         if self._fill:
             places = torch.where(rows < self._total, places, -1)
-        return self._gather(places, shape, self._fields, outs), None
+        return self._gather(places, shape, outs), None
 
     def explain(self) -> list[str]:
         """See `sharding.Transport`."""

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import api, containers
+from .. import api, containers, dispatch
+from ..backends._route import Router
 from ..executable import Executable
 from ..outputs import check_outputs
 from ..plan import _layout, _text
@@ -25,7 +26,9 @@ TRANSPORTS = ("auto", "exchange", "peer")
 
 # To find repeated rows among sorted ones costs 11 ns of a CPU core for an index (20,000 of them), a
 # byte between two gloo ranks 1 ns: with 64 bytes it pays if one index in six is a repetition, with
-# 668 if one in sixty is. It also keeps a popular row's rank from serving it n times.
+# 668 if one in sixty is. It also keeps a popular row's rank from serving it n times. Between two
+# H200 linked by NVLink it did not pay even for rows of 668 bytes, six in ten of them repetitions,
+# because it takes a sort.
 DEDUPLICATE_FROM = 64
 
 
@@ -96,7 +99,7 @@ def shard(
         backend: for the gathers into and from what is sent, as for `multigather.gather`; ranks may
             differ in it.
         deduplicate: whether a row that a rank asks for repeatedly is sent to it once. "auto" does
-            so where all buffers' rows together have at least 64 bytes.
+            so on CPUs where all buffers' rows together have at least 64 bytes.
         capacity: most different rows (rows, without ``deduplicate``) that a rank may ask another
             for in one call. With it a call has fixed sizes, never waits for the device and can be
             captured in a CUDA graph, and always moves ``capacity`` rows per pair of ranks. None
@@ -314,16 +317,28 @@ def sharding_of(
             f"transport 'peer' needs buffers made by multigather.distributed.symmetric, all of one "
             f"call in its order, on every rank; those of rank {others[0]} are not"
         )
+
+    def router() -> Router | None:
+        cuda = dispatch.cuda_backend(backend, request.device)
+        if cuda is None:
+            return None
+        return Router(
+            *(cuda, request.device, shards.offsets, shards.index_dtype, options.bounds),
+            part.local.site,
+        )
+
     transport: Transport
     if len(offers) == 1:
         transport = Local(gather_own(torch.int64, inner))
     elif part.slab is not None and not others and options.transport != "exchange":
-        transport = peer.PeerReads(shards, part.slab.addresses, part.local, inner, backend)
+        transport = peer.PeerReads(
+            shards, part.slab.addresses, part.local, inner, backend, router()
+        )
     else:
         own = gather_own(shards.index_dtype, "unchecked" if options.capacity is None else "fill")
         deduplicate = options.deduplicate
         if deduplicate == "auto":
-            deduplicate = layout.stride >= DEDUPLICATE_FROM
+            deduplicate = request.device.type == "cpu" and layout.stride >= DEDUPLICATE_FROM
         reason = "transport='exchange' was asked for"
         if options.transport == "auto":
             reason = f"the buffers of rank {others[0]} are not in symmetric memory"
@@ -336,5 +351,6 @@ def sharding_of(
             options.capacity,
             backend,
             f"not peer: {reason}",
+            None if deduplicate else router(),
         )
     return Sharding(shards, transport, part.local, options.bounds)

@@ -27,6 +27,8 @@ class Transport(Protocol):
 
     name: str
     may_miss: bool
+    # Whether it takes the indices as they are and reports bad ones, in place of row numbers.
+    takes_indices: bool
 
     def __call__(
         self,
@@ -38,7 +40,7 @@ class Transport(Protocol):
         """Gather; every rank of the group must take part.
 
         Args:
-            rows: int64 row numbers, 1-d; the number of all ranks' rows asks for zeros.
+            rows: int64 row numbers, 1-d; the number of all ranks' rows asks for zeros. Or indices.
             shape: of the indices.
             sources: this rank's own rows.
             outs: tensors to write, or None to make them.
@@ -105,9 +107,11 @@ class Sharding:
                 self._missed.raise_seen()
             if self._device.type == "cuda":
                 faults.raise_pending(self._device)
-            rows, checked = wanted_rows(flat, self.shards.total, self._bounds)
-            if self._bounds == "raise" and not checked:
-                self._check(flat, shape)
+            rows = flat.contiguous()
+            if not self.transport.takes_indices:
+                rows, checked = wanted_rows(flat, self.shards.total, self._bounds)
+                if self._bounds == "raise" and not checked:
+                    self._check(flat, shape)
         except (TypeError, ValueError, IndexError, RuntimeError) as caught:
             # The others wait for this rank in the collectives: it asks for nothing there, serves
             # what they ask, and raises afterwards.

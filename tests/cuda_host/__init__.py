@@ -99,7 +99,7 @@ class HostCudaBackend(CudaBackend):
         """As many fields as the test wants in one launch."""
         return self.most_fields
 
-    def adds_on(self, device: torch.device) -> bool:
+    def compiles_for(self, device: torch.device) -> bool:
         """Everywhere."""
         return not self.unavailable()
 

@@ -1,0 +1,48 @@
+"""A gather from buffers that stay the same, which a transport repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..executable import Executable
+from ..shortcut import Shortcut, guard
+
+
+class Repeated:
+    """Gathers from the same buffers again and again, the short way where there is one.
+
+    Args:
+        executable: of the gather.
+        sources: its buffers.
+    """
+
+    def __init__(self, executable: Executable, sources: Sequence[torch.Tensor]) -> None:
+        self._executable, self._sources = executable, sources
+        self._shortcut: Shortcut | None = None
+
+    def __call__(
+        self, indices: torch.Tensor, shape: torch.Size, outs: Sequence[torch.Tensor] | None
+    ) -> list[torch.Tensor]:
+        """Gather rows of 1-d contiguous ``indices``; ``shape`` is that of the caller's."""
+        if outs is not None:
+            return self._executable(indices, shape, self._sources, outs)
+        known = self._shortcut
+        results = known.run(indices, self._sources) if known is not None else None
+        if results is None:
+            flat = indices.shape
+            results = tuple(self._executable(indices, flat, self._sources, None))
+            if known is None:
+                check = guard(indices, self._sources)
+                if check is not None:
+                    known = self._shortcut = Shortcut(check, self._executable)
+            if known is not None:
+                known.learn(indices, self._sources)
+        if len(shape) == 1:
+            return list(results)
+        fields = self._executable.request.fields
+        return [
+            result.view((*shape, *field.row_shape))
+            for result, field in zip(results, fields, strict=True)
+        ]
