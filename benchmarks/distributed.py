@@ -5,7 +5,8 @@ once for all buffers), and indexing a DTensor where that works. Outputs are comp
 bit, with the rows that the index asks for. A time is that of the slowest rank; there are the median
 and, for machines that others use too, the 10th percentile over interleaved rounds. "own rows only"
 is no way to do it, but what a local gather takes meanwhile. The probe times bare all-to-alls, from
-which the cost model's latency and bandwidth are taken; on GPUs also plain copies from a peer.
+which the cost model's latency and bandwidth are taken. On GPUs there are also rows and plain copies
+from a peer, and a decode step's gather beside one of own rows.
 
     torchrun --nproc-per-node 8 benchmarks/distributed.py --scale 0.1 --out gloo8.json
 """
@@ -13,7 +14,9 @@ which the cost model's latency and bandwidth are taken; on GPUs also plain copie
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +27,7 @@ import torch.distributed as dist
 
 import multigather
 from multigather import environment
-from multigather.benchmark.timing import rounds_of
+from multigather.benchmark.timing import graph_timer, host_timer, rounds_of
 from multigather.benchmark.workloads import WORKLOADS, Workload
 from multigather.distributed import model, shard, symmetric
 
@@ -35,6 +38,7 @@ OWN = "own rows only"  # as many rows of the rank's own: what a gather costs wit
 DTENSOR = "DTensor indexing"
 SETS = 4  # of indices, used in turn
 PROBE_BYTES = (1, 2**10, 2**14, 2**17, 2**20)  # from each rank to each
+PEER_BYTES, PEER_ROW_BYTES = 2**27, (64, 512, 1024, 2048, 8192)
 
 
 def per_buffer(bufs: Sequence[torch.Tensor], rows_per_rank: int, device: torch.device) -> Gather:
@@ -126,7 +130,11 @@ def measure(
     wanted = [each.to(device) for each in values(sets[0])]
     sets = [each.to(device) for each in sets]
     # The least that a fixed capacity must be here; a program would leave some room.
-    asked = [torch.bincount(each.unique() // rows_per_rank, minlength=world) for each in sets]
+    once = device.type == "cpu"  # as "auto" does for these rows
+    asked = [
+        torch.bincount((each.unique() if once else each) // rows_per_rank, minlength=world)
+        for each in sets
+    ]
     most = torch.stack(asked).max()
     dist.all_reduce(most, dist.ReduceOp.MAX)
     capacity = int(most)
@@ -137,7 +145,7 @@ def measure(
     makers: dict[str, Callable[[], Gather]] = {
         "exchange": plan(deduplicate=False),
         "exchange, deduplicated": plan(deduplicate=True),
-        "exchange, capacity": plan(deduplicate=True, capacity=capacity),
+        "exchange, capacity": plan(deduplicate=once, capacity=capacity),
         "peer reads": lambda: shard(*symmetric(*bufs), transport="peer"),
         "all-to-all per buffer": lambda: per_buffer(bufs, rows_per_rank, device),
         DTENSOR: lambda: dtensor_indexing(bufs, device),
@@ -218,22 +226,83 @@ def probe(device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
     return {"all_to_all_us": median, "all_to_all_best_us": best}
 
 
-def peer_copy(device: torch.device, rounds: int) -> dict[str, float]:
-    """GB/s of plain copies of 256 MiB from each other GPU that this process sees, on rank 0."""
-    found = {}
-    others = range(torch.cuda.device_count()) if device.type == "cuda" else ()
-    target = torch.empty(2**28 if others else 0, dtype=torch.uint8, device=device)
-    for other in others:
-        if other == device.index or dist.get_rank():
-            continue
-        source = torch.zeros(2**28, dtype=torch.uint8, device=f"cuda:{other}")
-        seconds = []
-        for _ in range(rounds + 2):
-            start = clock(device)
-            target.copy_(source)
-            seconds.append(clock(device) - start)
-        found[f"cuda:{other}"] = round(2**28 / statistics.median(seconds[2:]) / 1e9, 1)
+def gpu_seconds(call: Callable[[], object], calls: int = 4) -> float:
+    """Seconds of the GPU's time per call, of so many in a row; all ranks at once."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
     dist.barrier()
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / calls
+
+
+def peer_rates(device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
+    """GB/s that every GPU reads from its neighbour, the slowest one's, while all do.
+
+    Rows of one buffer by random indices, by their bytes, beside a plain copy of as many bytes.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if device.type != "cuda" or world < 2:
+        return {}
+    neighbour = (rank + 1) % world
+    source = torch.zeros(PEER_BYTES, dtype=torch.uint8, device=f"cuda:{neighbour}")
+    target = torch.empty(PEER_BYTES, dtype=torch.uint8, device=device)
+    found = {}
+    for row_bytes in PEER_ROW_BYTES:
+        rows, count = 2 * PEER_BYTES // row_bytes, PEER_BYTES // row_bytes
+        own = torch.randint(256, (rows, row_bytes), dtype=torch.uint8, device=device)
+        plan = shard(*symmetric(own), transport="peer")
+        del own
+        sets = [torch.randint(rows, (count,), device=device) + neighbour * rows for _ in range(3)]
+        turns = itertools.cycle(sets)
+        calls: dict[str, Callable[[], object]] = {
+            "copy": lambda: target.copy_(source),
+            "rows": lambda plan=plan, turns=turns: plan(next(turns)),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in calls}
+        for turn in range(rounds + 2):
+            for name, call in calls.items():
+                taken = gpu_seconds(call)
+                if turn > 1:
+                    seconds[name].append(taken)
+        found[str(row_bytes)] = {
+            name: round(PEER_BYTES / statistics.median(slowest(each, device)) / 1e9, 1)
+            for name, each in seconds.items()
+        }
+    return found
+
+
+def decode_times(device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
+    """Microseconds of a decode step's gather: from all ranks by peer reads, and of own rows.
+
+    *host* is the wall time per call while the GPU never limits, *gpu* that of a replayed graph.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if device.type != "cuda" or world < 2:
+        return {}
+    (workload,) = (each for each in WORKLOADS if each.name == "decode 4096")
+    bufs = workload.buffers(device)
+    rows, count = len(bufs[0]), workload.counts[0]
+    ways: dict[str, Gather] = {
+        "peer reads": shard(*symmetric(*bufs), transport="peer"),
+        "own rows": multigather.plan(*bufs),
+    }
+    sets = {
+        "peer reads": [torch.randint(world * rows, (count,), device=device) for _ in range(8)],
+        "own rows": [torch.randint(rows, (count,), device=device) for _ in range(8)],
+    }
+    host = {name: host_timer(way, sets[name], device) for name, way in ways.items()}
+    gpu = {name: graph_timer(way, sets[name], 0) for name, way in ways.items()}
+    found = {}
+    for kind, timers in (("host", host), ("gpu", gpu)):
+        times = rounds_of(timers, rounds)
+        found[kind] = {
+            name: round(statistics.median(slowest(each, device)), 2) for name, each in times.items()
+        }
     return found
 
 
@@ -268,21 +337,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file for the results as JSON")
     args = parser.parse_args()
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     device = torch.device(kind)
     if kind == "cuda":
-        device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
     else:
         torch.set_num_threads(1)
+        dist.init_process_group("gloo")
     report: dict[str, object] = {
         "environment": environment.facts(),
         "backend": dist.get_backend(),
         "scale": args.scale,
         "rounds": args.rounds,
         **probe(device, args.rounds),
-        "peer_copy_gb_per_s": peer_copy(device, args.rounds),
+        "peer_gb_per_s": peer_rates(device, args.rounds),
+        "decode_us": decode_times(device, args.rounds),
     }
+    if dist.get_rank() == 0:
+        print(f"from the neighbour, GB/s by bytes per row: {report['peer_gb_per_s'] or 'no GPU'}")
+        print(f"decode step, us: {report['decode_us'] or 'no GPU'}", flush=True)
     results = []
     for workload in WORKLOADS:
         if workload.name not in (args.workload or CHOSEN):

@@ -70,7 +70,9 @@ def test_requests(target: Target, rows: tuple[int, ...], bounds: str) -> None:
         places, numbers, counts, missed = router.requests(indices)
         assert missed is None
         owners = [owner_of(each, rows, bounds) for each in values]
-        asked = [sum(each is not None and each[0] == k for each in owners) for k in range(len(rows))]
+        asked = [
+            sum(each is not None and each[0] == k for each in owners) for k in range(len(rows))
+        ]
         assert counts[0].tolist() == asked
         found = []
         for place, owner in zip(places.tolist(), owners, strict=True):
@@ -95,7 +97,9 @@ def test_requests_with_a_capacity(target: Target, rows: tuple[int, ...], capacit
         indices = torch.tensor(values, dtype=torch.int64, device=target.device)
         places, numbers, counts, missed = router.requests(indices, capacity)
         owners = [owner_of(each, rows, "fill") for each in values]
-        asked = [sum(each is not None and each[0] == k for each in owners) for k in range(len(rows))]
+        asked = [
+            sum(each is not None and each[0] == k for each in owners) for k in range(len(rows))
+        ]
         assert counts[0].tolist() == asked
         assert missed is not None
         assert int(missed) == sum(max(each - capacity, 0) for each in asked)

@@ -134,11 +134,16 @@ def test_gpu2_check_ends_with_a_table(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     gpu2_check = importlib.import_module("gpu2_check")
     report = json.loads((ROOT / "benchmarks" / "gloo-2.json").read_text())
-    text = gpu2_check.summary(report | {"peer_copy_gb_per_s": {"cuda:1": 300.0}})
-    assert len(text.splitlines()) == 1 + sum(1 + len(r["missing"]) for r in report["results"])
+    measured = {
+        "peer_gb_per_s": {"512": {"copy": 300.0, "rows": 270.0}},
+        "decode_us": {"gpu": {"peer reads": 4.5, "own rows": 2.0}},
+    }
+    text = gpu2_check.summary(report | measured)
+    assert len(text.splitlines()) == 2 + sum(1 + len(r["missing"]) for r in report["results"])
     assert "replay, uniform, 409 indices: exchange" in text
     assert "not peer reads: UnsupportedError: no symmetric memory" in text
-    assert text.endswith("plain copies from peers: cuda:1 300.0 GB/s")
+    assert "rows of 512 bytes: 270.0 GB/s, 90% of the 300.0 of a copy" in text
+    assert text.endswith("decode step, gpu: peer reads 4.5 us, own rows 2.0 us")
 
 
 @pytest.fixture

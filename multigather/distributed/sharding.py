@@ -10,7 +10,7 @@ import torch
 
 from .. import api, containers, faults
 from ..executable import Executable
-from ..request import Request, field_of
+from ..request import INDEX_DTYPES, Request, field_of
 from .shards import Shards, wanted_rows
 
 # The outputs that a caller brings for indices on the buffers' device, or None; refuses what does
@@ -78,7 +78,10 @@ class Sharding:
         fields = tuple(
             dataclasses.replace(field, rows=shards.total) for field in local.request.fields
         )
-        self._request = dataclasses.replace(local.request, bounds=bounds, fields=fields)
+        whole = dataclasses.replace(local.request, bounds=bounds, fields=fields)
+        self._requests = {
+            dtype: dataclasses.replace(whole, index_dtype=dtype) for dtype in INDEX_DTYPES
+        }
         self._missed = Missed(self._device) if transport.may_miss else None
         # Rows without bytes: a gather of them checks the indices, by the contract, and copies
         # nothing.
@@ -100,9 +103,7 @@ class Sharding:
             shape, flat = indices.shape, indices.reshape(-1)
             if len(flat) and not self.shards.total and self._bounds != "fill":
                 raise self._local.empty_buffer_error(len(flat))
-            outs = take_outputs(
-                indices, dataclasses.replace(self._request, index_dtype=indices.dtype)
-            )
+            outs = take_outputs(indices, self._requests[indices.dtype])
             if self._missed is not None:
                 self._missed.raise_seen()
             if self._device.type == "cuda":
