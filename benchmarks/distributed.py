@@ -281,7 +281,7 @@ def decode_times(device: torch.device, rounds: int) -> dict[str, dict[str, float
 
     *host* is the wall time per call while the GPU never limits, *gpu* that of a replayed graph.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     if device.type != "cuda" or world < 2:
         return {}
     (workload,) = (each for each in WORKLOADS if each.name == "decode 4096")

@@ -11,6 +11,7 @@
 //   WIDE        1 where a field has 2^31 copy units or more, so that unit numbers need 64 bits
 //   SHIFTED     1 where a field is copied shifted, which needs more registers
 //   PACKED      1 where fields are copied as columns of one slab, row by row
+//   RANKS       0, or the most ranks whose memory the rows of sharded buffers are in
 //   THREADS     threads per block
 //   UNROLL      units in flight per thread: all loads are issued before the first store
 //   STREAMING   1 to load and store with evict-first hints (tables and outputs far beyond L2)
@@ -97,6 +98,13 @@ struct Parameters {
     u64 unused;        // with 48 bytes before it, what follows starts a line on sm_90
     unsigned first_tile[STARTS];
     Field field[FIELDS];
+#if RANKS
+    // Row r, which rank k has, is where row place[k] + r * steps of every source would be. Ranks
+    // past those in use begin behind all rows.
+    i64 steps;
+    i64 first_row[RANKS];
+    i64 place[RANKS];
+#endif
 };
 
 // What copying one field takes, in registers. All of it is read before anything depends on it, so that
@@ -207,17 +215,29 @@ __device__ __noinline__ void report(const Parameters& p, i64 position, const Fie
     record[0] = ticket + 1;
 }
 
+// Where a row is: counted from the sources' starts, which are those of all ranks' memory.
+__device__ __forceinline__ i64 placed(const Parameters& p, i64 row) {
+#if RANKS
+    i64 place = p.place[0];
+#pragma unroll 8
+    for (int k = 1; k < RANKS; k++)
+        if (row >= p.first_row[k]) place = p.place[k];
+    row = place + row * p.steps;
+#endif
+    return row;
+}
+
 // The row that an index selects among `rows`, or -1 for a row of zeros.
-__device__ __forceinline__ i64 row_of(INDEX index, i64 rows) {
+__device__ __forceinline__ i64 row_of(const Parameters& p, INDEX index, i64 rows) {
     i64 row = (i64)index;
 #if BOUNDS == CLIP
-    if (INDEX_SIGNED && row < 0) return 0;
-    return (u64)row < (u64)rows ? row : rows - 1;
+    if (INDEX_SIGNED && row < 0) return placed(p, 0);
+    return placed(p, (u64)row < (u64)rows ? row : rows - 1);
 #elif BOUNDS != UNCHECKED
     if (BOUNDS == RAISE && INDEX_SIGNED && row < 0) row += rows;
     if ((u64)row >= (u64)rows) return -1;
 #endif
-    return row;
+    return placed(p, row);
 }
 
 // Whether a row has bytes to read. Every row has where the mode promises or makes a valid index.
@@ -263,7 +283,7 @@ __device__ __forceinline__ Window window_of(
     return window;
 }
 __device__ __forceinline__ Neighbours neighbours_of(const Copy& copy, i64 row) {
-    const bool dense = copy.source_stride == (i64)copy.width;
+    const bool dense = !RANKS && copy.source_stride == (i64)copy.width;
     return {dense && row > 0, dense && row + 1 < copy.rows};
 }
 
@@ -361,7 +381,7 @@ __device__ __forceinline__ unsigned copy_tile(const Parameters& p, const Copy& c
         const Count unit = base + (Count)(u * THREADS);
         const Count position = divide(unit, copy);
         const Count column = unit - position * units;
-        const i64 row = row_of(index[u], copy.rows);
+        const i64 row = row_of(p, index[u], copy.rows);
         const Unit* from = source_of<Unit>(copy, row) + column;
         target[u] = destination_of<Unit>(copy, (i64)position) + column;
         if (unit < total && !readable(row) && column == 0) bad |= 1u << u;
@@ -396,7 +416,7 @@ __device__ __forceinline__ unsigned copy_tile<Shifted>(
         const Count unit = base + (Count)(u * THREADS);
         const Count position = divide(unit, copy);
         const Count column = unit - position * units;
-        const i64 row = row_of(index[u], copy.rows);
+        const i64 row = row_of(p, index[u], copy.rows);
         window[u] = window_of(copy, row, (i64)position, (unsigned)column);
         const bool words = readable_as_words(window[u], row_bytes, neighbours_of(copy, row));
         // The last window of a row is empty where the row begins early in its first.
@@ -422,7 +442,7 @@ __device__ __forceinline__ unsigned copy_tile<Shifted>(
     for (Count unit = base; by_bytes; unit += THREADS, by_bytes >>= 1) {
         if (!(by_bytes & 1)) continue;
         const Count position = divide(unit, copy);
-        const i64 row = row_of(load_index(p, (i64)position), copy.rows);
+        const i64 row = row_of(p, load_index(p, (i64)position), copy.rows);
         copy_bytes(
             window_of(copy, row, (i64)position, (unsigned)(unit - position * units)), row_bytes);
     }
@@ -439,7 +459,7 @@ __device__ __forceinline__ unsigned copy_piece(const Parameters& p, const Copy& 
     const unsigned lane = threadIdx.x & 31;
     const unsigned start = (unsigned)(warp - position * pieces) * copy.piece;
     const unsigned end = min(start + copy.piece, copy.width);
-    const i64 row = row_of(load_index(p, (i64)position), copy.rows);
+    const i64 row = row_of(p, load_index(p, (i64)position), copy.rows);
     const Unit* from = source_of<Unit>(copy, row) + start + lane;
     Unit* target = destination_of<Unit>(copy, (i64)position) + start + lane;
     Unit value[UNROLL];
@@ -463,7 +483,7 @@ __device__ __forceinline__ unsigned copy_piece<Shifted>(
     const unsigned column =
         (unsigned)(warp - position * pieces) * copy.piece + (threadIdx.x & 31);
     const int row_bytes = (int)copy.width;
-    const i64 row = row_of(load_index(p, (i64)position), copy.rows);
+    const i64 row = row_of(p, load_index(p, (i64)position), copy.rows);
     const Neighbours neighbours = neighbours_of(copy, row);
     const Window start = window_of(copy, row, (i64)position, column);
     uint4 low[UNROLL], high[UNROLL];
@@ -532,7 +552,7 @@ __device__ __forceinline__ void store_column(
 __device__ __forceinline__ void copy_packed(
     const Parameters& p, const Copy& copy, unsigned k, i64 position) {
     if (position >= p.count) return;
-    const i64 selected = row_of(load_index(p, position), copy.rows);
+    const i64 selected = row_of(p, load_index(p, position), copy.rows);
     const bool reads = readable(selected);
     const i64 row = reads ? selected : 0;
     const unsigned n8 = copy.piece & 255, n4 = copy.piece >> 8 & 255, n2 = copy.piece >> 16 & 255;

@@ -1,7 +1,7 @@
-// Which rank has the row that each index asks for, where the ranks of a group share the rows.
+// Which rank has the row that each index asks for, where the ranks of a group share the rows, and the
+// place of the row among those that are asked of all ranks, one rank's after the other's.
 //
-//   STEP        LOCATE: the place of each row in memory that this GPU can read;
-//               COUNT, then PLACE: the place of each row among those that are asked of the ranks
+//   STEP        COUNT, then PLACE
 //   INDEX       C type of one index
 //   INDEX_SIGNED  1 where INDEX is signed
 //   BOUNDS      0 raise, 1 fill, 2 clip, 3 unchecked
@@ -21,9 +21,8 @@
 #define CLIP 2
 #define UNCHECKED 3
 
-#define LOCATE 0
-#define COUNT 1
-#define PLACE 2
+#define COUNT 0
+#define PLACE 1
 
 #define FAULT_RING 64
 #define FAULT_WORDS 8
@@ -40,9 +39,7 @@ struct Parameters {
     i64* counts;         // [ranks]: rows asked of each rank
     i64 count;           // number of indices
     const i64* offsets;  // [ranks + 1]: first row of each rank, then the number of all rows
-    const i64* firsts;   // [ranks]: LOCATE: place of row 0, if the rank's rows went on down to it
-    i64 steps;           // LOCATE: places from a row to the next
-    i64 capacity;        // PLACE: places for each rank's rows, or -1 for as many as it is asked for
+    i64 capacity;        // places for each rank's rows, or -1 for as many as it is asked for
     i64* missed;         // with a capacity: rows that found no place are added here
     u64* faults;
     u64 plan;
@@ -50,7 +47,7 @@ struct Parameters {
     unsigned threads;    // of the grid
 };
 
-#if BOUNDS == RAISE && STEP != COUNT
+#if BOUNDS == RAISE && STEP == PLACE
 // As in gather.cu.
 __device__ __noinline__ void report(const Parameters& p, i64 position) {
     const u64 ticket = atomicAdd_system(p.faults, 1ull);
@@ -105,23 +102,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) route(const __grid_constan
     for (i64 position = thread; position < p.count; position += p.threads) {
         const i64 row = row_of(p, p.indices[position]);
         if (row < 0) {
-#if BOUNDS == RAISE && STEP != COUNT
+#if BOUNDS == RAISE && STEP == PLACE
             report(p, position);
 #endif
-#if STEP != COUNT
+#if STEP == PLACE
             p.places[position] = -1;
 #endif
             continue;
         }
         const unsigned rank = rank_of(p, row);
-#if STEP == LOCATE
-        p.places[position] = p.firsts[rank] + row * p.steps;
-#else
         const u64 cell = (u64)rank * p.threads + thread;
-#endif
 #if STEP == COUNT
         p.table[cell]++;
-#elif STEP == PLACE
+#else
         // A thread's rows of a rank follow one another: those before them are in the sum, and what
         // is left in the table are this one and those behind it.
         const i64 before = p.sums[cell] - p.table[cell]--;

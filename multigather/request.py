@@ -9,6 +9,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -61,6 +62,23 @@ class Field:
         return power_of_two_divisor(self.alignment, self.row_stride_bytes, self.row_bytes)
 
 
+class Ranks(NamedTuple):
+    """Where the rows of sharded buffers are in one address space.
+
+    Row ``r`` of rank ``k`` is where row ``places[k] + r * steps`` of each field would be, whose row
+    stride that is; a field's ``rows`` are those of all ranks.
+
+    Attributes:
+        first_rows: of each rank, the first one's 0.
+        places: see above.
+        steps: see above.
+    """
+
+    first_rows: tuple[int, ...]
+    places: tuple[int, ...]
+    steps: int
+
+
 @dataclass(frozen=True)
 class Request:
     """One gather: ``tuple(field[indices] for field in fields)``.
@@ -72,6 +90,7 @@ class Request:
         count: number of indices.
         bounds: one of `BOUNDS`.
         fields: the buffers, in order.
+        ranks: for buffers whose rows are in the memory of several ranks; the cupy backend's only.
     """
 
     device: torch.device
@@ -80,6 +99,7 @@ class Request:
     count: int
     bounds: str
     fields: tuple[Field, ...]
+    ranks: Ranks | None = None
 
     @property
     def row_bytes(self) -> int:

@@ -30,6 +30,7 @@ from multigather.backends._cupy import (
     CONFIGS,
     INDEX_TYPES,
     LARGE_CAPACITY,
+    MOST_RANKS,
     PACKED_IN_FLIGHT,
     SMALL_CAPACITY,
     Compilation,
@@ -226,6 +227,7 @@ def describe(specialisation: Specialisation) -> str:
         f"{'64' if specialisation.wide else '32'}-bit units, {specialisation.config.describe()}"
         f"{', shifted' if specialisation.shifted else ''}"
         f"{', packed' if specialisation.packed else ''}"
+        f"{f', {specialisation.ranks} ranks' if specialisation.ranks else ''}"
     )
 
 
@@ -415,6 +417,25 @@ def test_shifted_accesses_are_in_flight_together(
         passed += loads + stores
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids="sm_{}".format)
+def test_sharded_variants_compile_for_every_architecture(architecture: int) -> None:
+    """Rows of few and of the most ranks; the parameters have the size that the host packs."""
+    dtypes = itertools.cycle(INDEX_TYPES)
+    chosen = [
+        Specialisation(fields, next(dtypes), bounds, False, USUAL, shifted, packed, ranks)
+        for bounds in BOUNDS
+        for (shifted, packed), ranks, fields in zip(
+            ((False, False), (True, False), (False, True)), (2, MOST_RANKS, 8), (1, 4, 16),
+            strict=True,
+        )
+    ]  # fmt: skip
+    compile_all(chosen, architecture)
+    for each in chosen[:3]:
+        size = each.parameter_bytes()
+        assert size <= 4096
+        compile_one(each, architecture, f"static_assert(sizeof(Parameters) == {size});")
+
+
 def adding(
     fields: int, index_dtype: torch.dtype = torch.int64, bounds: str = "raise"
 ) -> _scatter_add.Specialisation:
@@ -444,7 +465,7 @@ def test_scatter_add_compiles_for_every_architecture(architecture: int) -> None:
 def test_route_compiles_for_every_architecture(architecture: int) -> None:
     """Without a warning, with parameters of the size that the host packs."""
     dtypes = itertools.cycle(INDEX_TYPES)
-    for step, bounds in itertools.product((_route.LOCATE, _route.COUNT, _route.PLACE), BOUNDS):
+    for step, bounds in itertools.product((_route.COUNT, _route.PLACE), BOUNDS):
         each = _route.Specialisation(step, next(dtypes), bounds, torch.int32)
         size = each.parameter_bytes()
         result = compile_one(each, architecture, f"static_assert(sizeof(Parameters) == {size});")

@@ -115,23 +115,15 @@ def test_requests_with_a_capacity(target: Target, rows: tuple[int, ...], capacit
 
 
 @pytest.mark.parametrize("index_dtype", INDEX_TYPES, ids=str)
-def test_locate(target: Target, index_dtype: torch.dtype) -> None:
-    """Every index type; the place of a row is computed from its rank's."""
+def test_every_index_type(target: Target, index_dtype: torch.dtype) -> None:
     rows = (5, 0, 13, 1)
-    firsts = torch.tensor([1000, 7, 50, -300], device=target.device)
     for bounds in BOUNDS:
-        router = router_of(target, rows, bounds)
         values = some_indices(100, 19, bounds, index_dtype)
         indices = torch.tensor(values, device=target.device).to(index_dtype)
-        places = router.locate(indices, firsts, 3)
-        starts = (0, 5, 5, 18)
+        places, numbers, _, _ = router_of(target, rows, bounds).requests(indices)
         for place, value in zip(places.tolist(), values, strict=True):
             owner = owner_of(value, rows, bounds)
-            wanted = -1
-            if owner is not None:
-                rank, number = owner
-                wanted = int(firsts[rank]) + 3 * (starts[rank] + number)
-            assert place == wanted
+            assert place == -1 if owner is None else int(numbers[place]) == owner[1]
         assert taken(places.device) is None
 
 
@@ -140,7 +132,6 @@ def test_bad_indices_are_reported_once(target: Target, monkeypatch: pytest.Monke
     monkeypatch.setitem(faults.plans, SITE.plan, SITE)
     rows = (5, 0, 14)
     router = router_of(target, rows)
-    firsts = torch.zeros(3, dtype=torch.int64, device=target.device)
     indices = torch.tensor([0, 18, 19, 5], dtype=torch.int32, device=target.device)
     places, _, counts, _ = router.requests(indices)
     assert places.tolist() == [0, 1, -1, 2] and counts[0].tolist() == [1, 0, 2]
@@ -148,7 +139,7 @@ def test_bad_indices_are_reported_once(target: Target, monkeypatch: pytest.Monke
     assert error is not None and "[2] is 19, out of range for bufs[0] with 19 rows" in error
     assert "more bad" not in error
     indices[0] = -20
-    assert router.locate(indices, firsts, 1).tolist() == [-1, 18, -1, 5]
+    assert router.requests(indices).places.tolist() == [-1, 0, -1, 1]
     error = taken(places.device)
     assert error is not None and "1 more bad" in error
 

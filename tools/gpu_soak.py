@@ -37,7 +37,7 @@ FUZZ_SHARES = (("cupy", 50), (None, 30), ("torch", 19), ("triton", 1))
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
 # Tests that reach every path of the kernels. Not graphs, which the setting below rules out.
 SANITIZED = ["tests/test_shifted.py", "tests/test_gather.py", "tests/test_known_faults.py"]
-SANITIZED += ["tests/test_packed_rows.py", "tests/test_scatter_add.py"]
+SANITIZED += ["tests/test_packed_rows.py", "tests/test_scatter_add.py", "tests/test_route.py"]
 SANITIZED += ["-k", "(cupy-gpu or triton-gpu) and not offsets and not buffers and not config"]
 # Every tensor is an allocation of its own: a read beside one inside torch's blocks would not show.
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

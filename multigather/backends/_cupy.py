@@ -56,20 +56,24 @@ def room_for_starts(fields: int) -> int:
     return -(-fields // LINE_STARTS) * LINE_STARTS
 
 
-def parameter_bytes(fields: int) -> int:
-    """Size of the parameters of a kernel with a table of so many fields."""
-    return HEAD_BYTES + 4 * room_for_starts(fields) + FIELD_BYTES * fields
+def parameter_bytes(fields: int, ranks: int = 0) -> int:
+    """Size of the parameters of a kernel with a table of so many fields, and one of ranks."""
+    table = 8 + 16 * ranks if ranks else 0
+    return HEAD_BYTES + 4 * room_for_starts(fields) + FIELD_BYTES * fields + table
 
 
-def capacity_within(size: int) -> int:
+def capacity_within(size: int, ranks: int = 0) -> int:
     """Most fields whose parameters have at most this size."""
-    return max(fields for fields in range(size // FIELD_BYTES) if parameter_bytes(fields) <= size)
+    numbers = range(size // FIELD_BYTES)
+    return max(fields for fields in numbers if parameter_bytes(fields, ranks) <= size)
 
 
 # Kernel parameters: 4,096 bytes everywhere; 32,764 from CUDA 12.1 on, on compute capability 7.0 and
 # newer.
 SMALL_CAPACITY = capacity_within(4096)
 LARGE_CAPACITY = capacity_within(32764)
+# More ranks than these do not share the memory of one host.
+MOST_RANKS = 128
 NO_TILE = 2**32 - 1
 MOST_BLOCKS = 2**31 - 1
 # Unit numbers and warp numbers from here on take 64 bits, and divisions by the hardware.
@@ -175,6 +179,7 @@ class Specialisation:
     config: CudaConfig
     shifted: bool = False
     packed: bool = False
+    ranks: int = 0
 
     def macros(self) -> dict[str, str]:
         """Macro names and values."""
@@ -188,6 +193,7 @@ class Specialisation:
             "WIDE": str(int(self.wide)),
             "SHIFTED": str(int(self.shifted)),
             "PACKED": str(int(self.packed)),
+            "RANKS": str(self.ranks),
             "THREADS": str(self.config.threads),
             "UNROLL": str(self.config.unroll),
             "STREAMING": str(int(self.config.streaming)),
@@ -195,7 +201,7 @@ class Specialisation:
 
     def parameter_bytes(self) -> int:
         """Size of the kernel's parameters."""
-        return parameter_bytes(self.fields)
+        return parameter_bytes(self.fields, self.ranks)
 
 
 def source_text(kernel: str = "gather") -> str:
@@ -271,6 +277,10 @@ class CudaBackend:
         """See `base.Backend.prepare`."""
         assert isinstance(config, CudaConfig)
         most = self.capacity(request.device)
+        if request.ranks is not None:
+            most = min(
+                most, capacity_within(4096, capacity_for(len(request.ranks.places), MOST_RANKS))
+            )
         make = functools.partial(_launch_of, self, request, config, site, most)
         return KernelRunner(request, most, make)
 
@@ -438,6 +448,7 @@ def _launch_of(
             f"{MOST_BLOCKS}; gather in several calls"
         )
     capacity = capacity_for(len(numbers), most)
+    ranks = request.ranks
     specialisation = Specialisation(
         capacity,
         request.index_dtype,
@@ -446,6 +457,7 @@ def _launch_of(
         config,
         any(kind & ~BY_WARPS == SHIFTED for kind in kinds),
         PACKED in kinds,
+        capacity_for(len(ranks.places), MOST_RANKS) if ranks is not None else 0,
     )
     board = faults.board_of(request.device).address if request.bounds == "raise" else 0
     # struct Parameters of gather.cu, its addresses still 0.
@@ -477,6 +489,11 @@ def _launch_of(
             work.kind,
         )
     parameters += bytes(FIELD_BYTES * (capacity - len(numbers)))
+    if ranks is not None:
+        unused = specialisation.ranks - len(ranks.places)
+        first_rows = (*ranks.first_rows, *[2**63 - 1] * unused)
+        numbers_of_ranks = (ranks.steps, *first_rows, *ranks.places, *[0] * unused)
+        parameters += struct.pack(f"={len(numbers_of_ranks)}q", *numbers_of_ranks)
     places = [0]
     for number in numbers:
         places += (place_of[number], place_of[number] + 8)

@@ -1,4 +1,4 @@
-"""Where the rows of sharded buffers are, on CUDA: kernels/route.cu, built by the cupy backend."""
+"""Which rank has which row, on CUDA: kernels/route.cu, built by the cupy backend."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ LEAST_THREADS, MOST_THREADS, MOST_CELLS = 256, 2**16, 2**20
 INDICES_PER_THREAD = 4
 
 # Where in struct Parameters of route.cu what a call brings stands, in its order.
-PLACES = (0, 8, 16, 24, 32, 40, 48, 88)
-PARAMETER_BYTES = 120
+PLACES = (0, 8, 16, 24, 32, 40, 48, 72)
+PARAMETER_BYTES = 104
 
-LOCATE, COUNT, PLACE = 0, 1, 2
+COUNT, PLACE = 0, 1
 
 
 @dataclass(frozen=True)
@@ -99,21 +99,6 @@ class Router:
         self._launches: dict[Any, Callable[[Sequence[int]], None]] = {}
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def locate(self, indices: torch.Tensor, firsts: torch.Tensor, steps: int) -> torch.Tensor:
-        """``firsts[rank of the row] + row * steps`` for each index, -1 for no row.
-
-        Args:
-            indices: 1-d, contiguous.
-            firsts: int64, a number for each rank.
-            steps: the same in every call.
-        """
-        places = torch.empty(indices.shape, dtype=torch.int64, device=self._device)
-        count = indices.shape[0]
-        if count:
-            launch = self._launch(LOCATE, indices.dtype, self._threads(count), firsts, steps)
-            launch((indices.data_ptr(), places.data_ptr(), 0, 0, 0, 0, count, 0))
-        return places
-
     def requests(self, indices: torch.Tensor, capacity: int | None = None) -> Requests:
         """The rows that indices ask for, rank after rank.
 
@@ -168,8 +153,6 @@ class Router:
         step: int,
         index_dtype: torch.dtype,
         threads: int,
-        firsts: torch.Tensor | None = None,
-        steps: int = 0,
         capacity: int | None = None,
     ) -> Callable[[Sequence[int]], None]:
         key = step, index_dtype, threads
@@ -177,10 +160,8 @@ class Router:
         if launch is None:
             board = faults.board_of(self._device).address if self._bounds == "raise" else 0
             parameters = struct.pack(
-                "=56xQQqq8xQQII",
+                "=56xQq8xQQII",
                 self._offsets.data_ptr(),
-                0 if firsts is None else firsts.data_ptr(),
-                steps,
                 -1 if capacity is None else capacity,
                 board,
                 self._site.plan,

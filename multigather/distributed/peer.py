@@ -5,10 +5,13 @@ then needs no collective and no work of the owner: one kernel reads own and remo
 the ordinary gather from a buffer that begins at the lowest of the slabs' addresses, whose "rows"
 are 16 bytes apart: the number of a row in it is its address, divided by 16, whoever owns it. Only
 rows of slabs are asked for, so what lies between them, which is mostly not mapped, is not touched.
+The CUDA C kernel makes such numbers of the caller's indices itself; where it is not, operations of
+torch do so before.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 from collections.abc import Sequence
@@ -18,11 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import api, containers
-from ..backends._route import Router
+from .. import api, containers, dispatch
+from ..backends._cupy import MOST_RANKS
 from ..errors import UnsupportedError
 from ..executable import Executable
-from ..request import Request, field_of
+from ..request import Ranks, Request, field_of
 from ..slab import UNIT, Column, RowLayout
 from .agreement import named
 from .repeated import Repeated
@@ -66,9 +69,8 @@ class PeerReads:
         shards: how the rows are divided; their layout is the slabs'.
         addresses: of every rank's slab.
         local: gathers from this rank's own rows.
-        bounds: "unchecked" if each index is promised to have a row, else "fill".
+        bounds: the bounds mode.
         backend: as for `multigather.gather`.
-        router: finds out where rows are; without it torch's operations do.
     """
 
     name = "peer"
@@ -81,10 +83,7 @@ class PeerReads:
         local: Executable,
         bounds: str,
         backend: str | None,
-        router: Router | None,
     ) -> None:
-        self._router = router
-        self.takes_indices = router is not None
         layout, device = shards.layout, local.request.device
         # Rows of a sector or less have a power of two of bytes, longer ones a multiple of 16.
         unit = min(UNIT, layout.stride)
@@ -96,21 +95,28 @@ class PeerReads:
             address + rows * layout.stride
             for address, rows in zip(addresses, shards.rows, strict=True)
         ]
-        spans = [
+        self._spans = [
             _span(column, origin + offset, max(ends) - origin - offset, unit, device)
             for column, offset in zip(layout.columns, layout.offsets, strict=True)
         ]
-        fields = tuple(map(field_of, spans))
-        request = Request(device, False, torch.int64, 0, bounds, fields)
-        self._gather = Repeated(Executable(request, backend, local.site.labels), spans)
-        self._fill, self._steps, self._total = bounds == "fill", steps, shards.total
-        # Row i of rank k has the number first_of[k] + i * steps; bad indices have rank -1's.
+        self._site = local.site
+        # Row i of rank k has the number starts[k] + i * steps.
         starts = [
             (address - origin) // unit - offset * steps
             for address, offset in zip(addresses, shards.offsets, strict=False)
         ]
-        self._first_of = torch.tensor([*starts, 0], device=device)
-        self._ends = torch.tensor(shards.offsets[1:], device=device)
+        self._ranks = Ranks(shards.offsets[:-1], tuple(starts), steps)
+        self._total, self._bounds = shards.total, bounds
+        self._backend = backend
+        kernel = dispatch.cuda_backend(backend, device)
+        self.takes_indices = kernel is not None and len(addresses) <= MOST_RANKS
+        if not self.takes_indices:
+            # Bad indices have rank -1's.
+            self._first_of = torch.tensor([*starts, 0], device=device)
+            self._ends = torch.tensor(shards.offsets[1:], device=device)
+        # By the type of what the kernel takes: the caller's indices, or numbers in the spans.
+        self._gathers: dict[torch.dtype, Repeated] = {}
+        self._latest: Repeated | None = None
 
     def __call__(
         self,
@@ -120,14 +126,34 @@ class PeerReads:
         outs: Sequence[torch.Tensor] | None,
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """See `sharding.Transport`; the others need not take part."""
-        if self._router is not None:
-            places = self._router.locate(rows, self._first_of, self._steps)
-            return self._gather(places, shape, outs), None
-        owners = torch.searchsorted(self._ends, rows, right=True)
-        places = torch.add(self._first_of[owners], rows, alpha=self._steps)
-        if self._fill:
-            places = torch.where(rows < self._total, places, -1)
-        return self._gather(places, shape, outs), None
+        if not self.takes_indices:
+            asked = rows
+            owners = torch.searchsorted(self._ends, asked, right=True)
+            rows = torch.add(self._first_of[owners], asked, alpha=self._ranks.steps)
+            if self._bounds != "unchecked":
+                rows = torch.where(asked < self._total, rows, -1)
+        gather = self._gathers.get(rows.dtype)
+        if gather is None:
+            gather = self._gathers[rows.dtype] = self._gather_of(rows.dtype)
+        self._latest = gather
+        return gather(rows, shape, outs), None
+
+    def again(self, indices: Any) -> tuple[torch.Tensor, ...] | None:
+        """Gather by indices like those of the last call, the short way; of any others None."""
+        if not self.takes_indices or self._latest is None:
+            return None
+        return self._latest.again(indices)
+
+    def _gather_of(self, index_dtype: torch.dtype) -> Repeated:
+        fields = tuple(map(field_of, self._spans))
+        device = self._spans[0].device
+        if not self.takes_indices:
+            bounds = "unchecked" if self._bounds == "unchecked" else "fill"
+            request = Request(device, False, index_dtype, 0, bounds, fields)
+            return Repeated(Executable(request, self._backend, self._site.labels), self._spans)
+        fields = tuple(dataclasses.replace(field, rows=self._total) for field in fields)
+        request = Request(device, False, index_dtype, 0, self._bounds, fields, self._ranks)
+        return Repeated(Executable(request, "cupy", self._site.labels), self._spans)
 
     def explain(self) -> list[str]:
         """See `sharding.Transport`."""

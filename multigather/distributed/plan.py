@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import api, containers, dispatch
+from .. import api, containers, dispatch, faults
 from ..backends._route import Router
 from ..executable import Executable
 from ..outputs import check_outputs
@@ -188,6 +188,12 @@ class ShardedPlan:
             check_outputs(outs, self._tensors, tensor, request, self._sharding.labels)
             return outs
 
+        transport = self._sharding.transport
+        if out is None and isinstance(transport, peer.PeerReads) and not faults.synchronous:
+            self._refuse_changes()
+            again = transport.again(indices)
+            if again is not None:
+                return api.mirrored(again, self._leaves, self._structure, indices.shape)
         results, shape = self._sharding(indices, self._tensors, take_outputs)
         if out is not None:
             return tuple(out)
@@ -350,9 +356,7 @@ def sharding_of(
     if len(offers) == 1:
         transport = Local(gather_own(torch.int64, inner))
     elif part.slab is not None and not others and options.transport != "exchange":
-        transport = peer.PeerReads(
-            shards, part.slab.addresses, part.local, inner, backend, router()
-        )
+        transport = peer.PeerReads(shards, part.slab.addresses, part.local, options.bounds, backend)
     else:
         own = gather_own(shards.index_dtype, "unchecked" if options.capacity is None else "fill")
         deduplicate = options.deduplicate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -28,8 +29,7 @@ class Repeated:
         """Gather rows of 1-d contiguous ``indices``; ``shape`` is that of the caller's."""
         if outs is not None:
             return self._executable(indices, shape, self._sources, outs)
-        known = self._shortcut
-        results = known.run(indices, self._sources) if known is not None else None
+        known, results = self._shortcut, self.again(indices)
         if results is None:
             flat = indices.shape
             results = tuple(self._executable(indices, flat, self._sources, None))
@@ -46,3 +46,7 @@ class Repeated:
             result.view((*shape, *field.row_shape))
             for result, field in zip(results, fields, strict=True)
         ]
+
+    def again(self, indices: Any) -> tuple[torch.Tensor, ...] | None:
+        """Gather rows of indices like those of an earlier call; of any others None."""
+        return None if self._shortcut is None else self._shortcut.run(indices, self._sources)
