@@ -100,7 +100,9 @@ class Soak:
         """Run tests; the row says how many ran and how many failed."""
         with tempfile.TemporaryDirectory() as folder:
             results = Path(folder, "results.xml")
-            command = [sys.executable, "-m", "pytest", "-q", f"--junit-xml={results}", *arguments]
+            command = [sys.executable, "-m", "pytest", "-q", f"--junit-xml={results}"]
+            # It warns where tests run in parallel, and warnings are errors.
+            command += ["-p", "no:benchmark", *arguments]
             status, printed = self.run(*before, *command, **more)
             if not results.exists():
                 return Row(test, remaining=1, seconds=self.seconds, note=last_line(printed))

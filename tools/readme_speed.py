@@ -17,11 +17,19 @@ ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- made by tools/readme_speed.py -->", "<!-- end -->"
 # Below this ratio a gather is named as one that is not won; 3 % is within the noise of a run.
 WON = 0.97
-# More than so many are counted, and only the largest is named.
-MOST_LOSSES = 6
 OURS = "multigather"
 # Multigather's own ways are no peers.
 OWN = (OURS, "plan", "plan, out=", "unchecked")
+HOST_ROWS = {
+    "raw launch": "one launch",
+    "floor": "floor",
+    "plan": "`plan(indices)`",
+    "gather": "`gather(indices, *bufs)`",
+    "gather, another m each time": "the same, another m each time",
+    "plan, out=": "`plan(indices, out=outs)`",
+    "gather, generated": "`gather` without the compiled extension",
+    "b[idx]": "`b[idx]` each",
+}
 COLUMNS = (OURS, "plan", "b[idx]", "index_select", "torch.compile")
 
 
@@ -45,40 +53,81 @@ def section(report: dict[str, Any]) -> str:
         cells = [each["workload"], f"{each['count']:,}"]
         cells += [f"{each[kind][name]:,.1f}" for kind in kinds for name in columns]
         lines.append("| " + " | ".join(cells) + " |")
-    for name, measurements in {"these workloads": rows, **report.get("sweep", {})}.items():
-        text = name if name == "these workloads" else f"the sweep over {name}"
-        lines += ["", *summary(text, measurements, kinds)]
-    return "\n".join(lines)
+    series = {"workloads above": rows}
+    series |= {f"series over {name}": some for name, some in report.get("sweep", {}).items()}
+    return "\n".join([*lines, "", *means(series, kinds), "", losses(series, kinds)])
 
 
-def summary(name: str, measurements: list[dict[str, Any]], kinds: dict[str, str]) -> list[str]:
-    """Geometric means against each peer, then every loss."""
-    ratios: dict[tuple[str, str], list[float]] = {}
-    losses = []
+def ratios(
+    measurements: list[dict[str, Any]], kind: str
+) -> dict[str, list[tuple[float, dict[str, Any]]]]:
+    """For each peer its time over multigather's, with the measurement."""
+    found: dict[str, list[tuple[float, dict[str, Any]]]] = {}
     for each in measurements:
-        for kind, text in kinds.items():
-            for peer in each[kind]:
-                if peer in OWN:
-                    continue
-                ratio = each[kind][peer] / each[kind][OURS]
-                ratios.setdefault((text, peer), []).append(ratio)
-                if ratio < WON:
-                    size = f", {each['row_bytes']:,} bytes a row" if "buffers" in each else ""
-                    place = f"{each['workload']}, m = {each['count']:,}{size}"
-                    losses.append((ratio, f"{place}, {text} against {peer} {ratio:.2f} x"))
-    means = [
-        f"{text} against {peer} {math.exp(sum(map(math.log, values)) / len(values)):.2f} x"
-        for (text, peer), values in ratios.items()
+        for peer, time in each[kind].items():
+            if peer not in OWN:
+                found.setdefault(peer, []).append((time / each[kind][OURS], each))
+    return found
+
+
+def means(series: dict[str, list[dict[str, Any]]], kinds: dict[str, str]) -> list[str]:
+    """A table of geometric means: how many times as long each peer takes."""
+    found = {
+        f"{name}, {text}": ratios(measurements, kind)
+        for kind, text in kinds.items()
+        for name, measurements in series.items()
+    }
+    peers = list(dict.fromkeys(peer for each in found.values() for peer in each))
+    lines = [
+        "How many times as long the others take, geometric means:",
+        "",
+        f"| | {' | '.join(peers)} |",
+        "|" + "---|" * (1 + len(peers)),
     ]
-    lines = [f"Geometric means over {name}: {'; '.join(means)}.", ""]
-    if not losses:
-        lines.append("None of them is lost to a peer.")
-    elif len(losses) <= MOST_LOSSES:
-        lines.append(f"Not won: {'; '.join(loss for _, loss in losses)}.")
-    else:
-        count = sum(map(len, ratios.values()))
-        lines.append(f"Not won: {len(losses)} of {count} comparisons, the lowest {min(losses)[1]}.")
+    for name, each in found.items():
+        cells = [
+            f"{math.exp(sum(math.log(ratio) for ratio, _ in each[peer]) / len(each[peer])):.2f}"
+            if peer in each
+            else ""
+            for peer in peers
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
+
+
+def losses(series: dict[str, list[dict[str, Any]]], kinds: dict[str, str]) -> str:
+    """Every gather that a peer does in less time."""
+    found = [
+        f"{name}, m = {each['count']:,}, {each['buffers']} buffer{'s' * (each['buffers'] > 1)}, "
+        f"{each['row_bytes']:,} bytes a row in all, {text}: {peer} {ratio:.2f}"
+        for name, measurements in series.items()
+        for kind, text in kinds.items()
+        for peer, values in ratios(measurements, kind).items()
+        for ratio, each in values
+        if ratio < WON
+    ]
+    count = sum(len(each) * len(kinds) for each in series.values())
+    if not found:
+        return f"None of these {count} times is longer than a peer's."
+    return "\n".join(["Not won:", "", *(f"- {loss}" for loss in found)])
+
+
+def host_section(report: dict[str, Any]) -> str:
+    """The table of a report of ``--host``."""
+    facts = report["environment"]
+    head = [f"N = {each['buffers']}" for each in report["host"]]
+    lines = [
+        f"Host µs of a repeated call, m = {report['count']}; {facts['gpu']}, "
+        f"{report['date'][:10]}, `{report['command']}`. The floor is N of torch's cheapest "
+        "allocations and one launch.",
+        "",
+        f"| | {' | '.join(head)} |",
+        "|" + "---|" * (1 + len(head)),
+    ]
+    for name, text in HOST_ROWS.items():
+        times = [f"{each['host_us'][name]:.1f}" for each in report["host"]]
+        lines.append(f"| {text} | {' | '.join(times)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -86,9 +135,10 @@ def main() -> None:
     reports = [
         json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks").glob("*.json"))
     ]
-    reports = [report for report in reports if "measurements" in report]  # not of --host
+    calls = [host_section(report) for report in reports if "host" in report]
+    reports = [report for report in reports if "measurements" in report]
     reports.sort(key=lambda report: report["device"] == "cpu")
-    text = "\n\n".join(section(report) for report in reports)
+    text = "\n\n".join([*map(section, reports), *calls])
     readme = ROOT / "README.md"
     before, rest = readme.read_text().split(BEGIN)
     after = rest.split(END)[1]
