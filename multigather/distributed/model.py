@@ -8,13 +8,17 @@ copies in a call; `simulate` draws indices for every rank and counts the same.
 A call's seconds are, with W ranks, H of them on a host, n indices per rank which ask for a rows (n,
 or the different ones), and rows of s bytes:
 
-- exchange: ``3 (latency + (W-1) message) + n index + 4 a s / memory + max(inside, outside)``, where
-  ``inside = b (H-1)/W / link``, ``outside = b (W-H)/W / network`` and b is what the busiest rank
-  receives or serves, ``(s + 4) max(a, served)``. The 4 copies: read and written when packed, and
-  when unpacked.
+- exchange: ``3 (latency + step + (W-1) message) + n index + 4 a s / memory + way``, where ``way =
+  max(inside, outside)``, ``inside = b (H-1)/W / link``, ``outside = b (W-H)/W / network`` and b is
+  what the busiest rank receives or serves, ``(s + 4) max(a, served)``. The 4 copies: read and
+  written when packed, and when unpacked. If repeated rows are sent once, ``repeats`` is added. With
+  a capacity there are 2 collectives in place of 3.
 - an all-to-all per buffer: the same with ``2 + buffers`` collectives, each row sent as often as it
   is asked for.
-- peer reads: ``launch + n index / 8 + n s (H-1)/H / link + 2 n s / memory``, on one host.
+- peer reads: ``launch + n s (W-1)/W / link + 2 n s / memory``, on one host.
+
+``step`` and ``repeats`` are what a GPU's host takes to prepare and launch, the larger part of a
+small call. They are added although the host works ahead while the GPU copies.
 """
 
 from __future__ import annotations
@@ -64,6 +68,8 @@ class Machine:
         memory: rate of copies in a rank's memory, read and written bytes together.
         index: sorting, counting and placing of one index.
         launch: of a gather alone.
+        step: the host's work for each collective of a call, beside the collective itself.
+        repeats: the host's work of finding repeated rows, however many indices there are.
     """
 
     per_host: int
@@ -74,11 +80,26 @@ class Machine:
     memory: float
     index: float
     launch: float
+    step: float = 0.0
+    repeats: float = 0.0
 
 
-# From data sheets, not measured: NVLink of 450 GB/s per GPU and direction of which copies reach
-# 80 %, a network card of 400 Gb/s per GPU; a collective of 20 us and 1 us for each message.
-H200_HOSTS = Machine(8, 20e-6, 1e-6, 360e9, 45e9, 3e12, 1e-9, 10e-6)
+# Measured between two GPUs of a host (benchmarks/nvidia-h200-2.json): a bare all-to-all, random
+# rows by NVLink, gathers of own rows, a decode step's peer reads, and what is left of the calls. An
+# index costs too little to be seen. From data sheets: a network card of 400 Gb/s per GPU. Assumed:
+# 1 us for each message.
+H200_HOSTS = Machine(
+    per_host=8,
+    latency=37e-6,
+    message=1e-6,
+    link=328e9,
+    network=45e9,
+    memory=3e12,
+    index=0.0,
+    launch=19e-6,
+    step=130e-6,
+    repeats=800e-6,
+)
 
 
 @dataclass(frozen=True)
@@ -149,12 +170,13 @@ def traffic(load: Load, deduplicate: bool) -> Traffic:
 def exchange_seconds(
     load: Load, machine: Machine, deduplicate: bool = True, collectives: int = 3
 ) -> float:
-    """Seconds of a call by exchange."""
+    """Seconds of a call by exchange; with a capacity there are 2 collectives."""
     moved = traffic(load, deduplicate)
     bytes_ = (load.row_bytes + INDEX_BYTES) * max(moved.asked, moved.served)
     return (
-        collectives * (machine.latency + (load.ranks - 1) * machine.message)
+        collectives * (machine.latency + machine.step + (load.ranks - 1) * machine.message)
         + load.indices * machine.index
+        + (machine.repeats if deduplicate else 0.0)
         + 4 * moved.asked * load.row_bytes / machine.memory
         + _on_the_way(bytes_, load.ranks, machine)
     )
@@ -171,12 +193,7 @@ def peer_seconds(load: Load, machine: Machine) -> float:
         return math.inf
     size = load.indices * load.row_bytes
     remote = (load.ranks - 1) / load.ranks
-    return (
-        machine.launch
-        + load.indices * machine.index / 8  # no sort
-        + size * remote / machine.link
-        + 2 * size / machine.memory
-    )
+    return machine.launch + size * remote / machine.link + 2 * size / machine.memory
 
 
 def _on_the_way(size: float, ranks: int, machine: Machine) -> float:
