@@ -12,7 +12,7 @@
 // one that selects none gets place -1, and in mode raise is reported as there. Every thread takes
 // every `threads`-th index, so loads are coalesced and the grid need not depend on how many there
 // are. Between COUNT and PLACE the host lets torch add up the table: rows are then in a certain
-// order, rank after rank, without atomic operations or a sort.
+// order, rank after rank, for which nothing was sorted and no thread had to wait for another.
 //
 // Nothing here uses shared memory or a barrier: see gather.cu for how it runs on a CPU.
 
@@ -66,8 +66,8 @@ __device__ __noinline__ void report(const Parameters& p, i64 position) {
 }
 #endif
 
-// The row that an index selects, or -1 for none. What breaks the promise of UNCHECKED is a row of
-// the last rank, which need not exist.
+// The row that an index selects, or -1 for none. What breaks the promise of UNCHECKED is none where it
+// is negative, else a row of the last rank, which does not exist.
 __device__ __forceinline__ i64 row_of(const Parameters& p, INDEX index) {
     i64 row = (i64)index;
 #if BOUNDS == CLIP
