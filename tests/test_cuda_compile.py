@@ -417,23 +417,20 @@ def test_shifted_accesses_are_in_flight_together(
         passed += loads + stores
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids="sm_{}".format)
-def test_sharded_variants_compile_for_every_architecture(architecture: int) -> None:
+@pytest.mark.parametrize("architecture", [80, CLOSE], ids="sm_{}".format)
+def test_sharded_variants_compile(architecture: int) -> None:
     """Rows of few and of the most ranks; the parameters have the size that the host packs."""
     dtypes = itertools.cycle(INDEX_TYPES)
-    chosen = [
-        Specialisation(fields, next(dtypes), bounds, False, USUAL, shifted, packed, ranks)
-        for bounds in BOUNDS
-        for (shifted, packed), ranks, fields in zip(
-            ((False, False), (True, False), (False, True)), (2, MOST_RANKS, 8), (1, 4, 16),
-            strict=True,
-        )
-    ]  # fmt: skip
-    compile_all(chosen, architecture)
-    for each in chosen[:3]:
+    kinds = itertools.cycle(((False, False), (True, False), (False, True)))
+    for bounds, ranks, fields in zip(BOUNDS, (2, 8, 128, MOST_RANKS), (1, 16, 30, 4), strict=True):
+        each = Specialisation(
+            fields, next(dtypes), bounds, False, USUAL, *next(kinds), ranks=ranks
+        )  # fmt: skip
         size = each.parameter_bytes()
         assert size <= 4096
-        compile_one(each, architecture, f"static_assert(sizeof(Parameters) == {size});")
+        after = f"static_assert(sizeof(Parameters) == {size});"
+        result = compile_one(each, architecture, after)
+        assert "warning" not in result.log, result.log
 
 
 def adding(
