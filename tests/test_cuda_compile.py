@@ -37,6 +37,7 @@ from multigather.backends._cupy import (
     CudaConfig,
     Specialisation,
     capacity_for,
+    capacity_within,
     for_packed,
     parameter_bytes,
     source_text,
@@ -422,7 +423,10 @@ def test_sharded_variants_compile(architecture: int) -> None:
     """Rows of few and of the most ranks; the parameters have the size that the host packs."""
     dtypes = itertools.cycle(INDEX_TYPES)
     kinds = itertools.cycle(((False, False), (True, False), (False, True)))
-    for bounds, ranks, fields in zip(BOUNDS, (2, 8, 128, MOST_RANKS), (1, 16, 30, 4), strict=True):
+    most = capacity_within(4096, MOST_RANKS)
+    for bounds, ranks, fields in zip(
+        BOUNDS, (2, 8, MOST_RANKS, MOST_RANKS), (1, 16, most, 4), strict=True
+    ):
         each = Specialisation(
             fields, next(dtypes), bounds, False, USUAL, *next(kinds), ranks=ranks
         )  # fmt: skip

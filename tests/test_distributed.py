@@ -127,6 +127,8 @@ def test_on_gpus(gpu_outcomes: list[dict[str, str]], name: str) -> None:
 )
 def test_peer_reads(target: Target, fields: list[Any], bounds: str) -> None:
     """Slabs anywhere in memory, uneven and empty ones: one gather reads them all, and only rows."""
+    if target.name == "triton-interpreter" and len(fields) > 9:
+        pytest.skip("Triton's interpreter takes half a minute for so many")
     rows = (5, 0, 13, 1)
     layout = RowLayout.of([Column(dtype, shape) for shape, dtype in fields])
     arena = torch.full((1 << 16,), POISON, dtype=torch.uint8, device=target.device)

@@ -30,6 +30,7 @@ FILES = {
     "test_pieces.py": 16,
     "test_shifted.py": 30,
     "test_scatter_add.py": 45,
+    "test_route.py": 40,
     "test_packed_rows.py": 16,
 }
 TIME_LIMIT = 900

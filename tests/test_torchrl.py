@@ -299,3 +299,25 @@ def test_benchmark_compares_before_it_times(workload: str) -> None:
     other["next", "reward"][3] += 1
     with pytest.raises(AssertionError):
         benchmark.assert_equal(one, other)
+
+
+def test_rows_of_two_dimensions_that_are_no_view() -> None:
+    """A tensor without elements, and one whose strides no single dimension can have."""
+    index = (torch.tensor([0, 1]), torch.tensor([1, 0]))
+    data = TensorDict({"obs": torch.arange(8.0).view(4, 2), "none": torch.ones(4, 2, 0)}, [4, 2])
+    batches = []
+    for each in pair("LazyTensorStorage", 16, ndim=2):
+        rl.ReplayBuffer(storage=each, batch_size=2).extend(data)
+        batches.append(each.get(index))
+    assert_same(batches[1], batches[0])
+    turned = torch.arange(8).view(2, 4).t()
+    want, got = (each.get(index) for each in pair("TensorStorage", turned, ndim=2))
+    assert_same(got, want)
+
+
+def test_classes_are_related_as_in_torchrl() -> None:
+    names = ["TensorStorage", "LazyTensorStorage", "LazyMemmapStorage"]
+    for lower, one in enumerate(names):
+        for higher, other in enumerate(names):
+            assert issubclass(getattr(ours, one), getattr(ours, other)) == (lower >= higher)
+        assert issubclass(getattr(ours, one), getattr(theirs, one))

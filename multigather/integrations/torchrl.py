@@ -126,16 +126,22 @@ def _plain(leaf: Any, dims: int) -> torch.Tensor:
     if type(leaf) is not torch.Tensor:
         leaf = leaf.as_subclass(torch.Tensor)
     tensor: torch.Tensor = leaf
-    return tensor if dims == 1 else tensor.view(-1, *tensor.shape[dims:])
+    if dims == 1:
+        return tensor
+    try:
+        # No -1 for the rows: a tensor without elements leaves open what it stands for.
+        return tensor.view(tensor.shape[:dims].numel(), *tensor.shape[dims:])
+    except RuntimeError as error:
+        raise ValueError("the storage's dimensions have strides that rows cannot have") from error
 
 
 class TensorStorage(_Gathering, storages.TensorStorage):  # type: ignore[misc]
     """`torchrl.data.TensorStorage` whose batches are read with one gather."""
 
 
-class LazyTensorStorage(_Gathering, storages.LazyTensorStorage):  # type: ignore[misc]
+class LazyTensorStorage(TensorStorage, storages.LazyTensorStorage):  # type: ignore[misc]
     """`torchrl.data.LazyTensorStorage` whose batches are read with one gather."""
 
 
-class LazyMemmapStorage(_Gathering, storages.LazyMemmapStorage):  # type: ignore[misc]
+class LazyMemmapStorage(LazyTensorStorage, storages.LazyMemmapStorage):  # type: ignore[misc]
     """`torchrl.data.LazyMemmapStorage` whose batches are read with one gather."""
