@@ -14,6 +14,7 @@ from a peer, and a decode step's gather beside one of own rows.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -263,15 +264,11 @@ def peer_rates(device: torch.device, rounds: int) -> dict[str, dict[str, float]]
             "copy": lambda: target.copy_(source),
             "rows": lambda plan=plan, turns=turns: plan(next(turns)),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in calls}
-        for turn in range(rounds + 2):
-            for name, call in calls.items():
-                taken = gpu_seconds(call)
-                if turn > 1:
-                    seconds[name].append(taken)
+        timers = {name: functools.partial(gpu_seconds, call) for name, call in calls.items()}
+        rounds_of(timers, 2)  # the first ones learn
         found[str(row_bytes)] = {
             name: round(PEER_BYTES / statistics.median(slowest(each, device)) / 1e9, 1)
-            for name, each in seconds.items()
+            for name, each in rounds_of(timers, rounds).items()
         }
     return found
 

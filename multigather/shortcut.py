@@ -156,16 +156,21 @@ class Shortcut:
                 return None
         except (AttributeError, RuntimeError, TypeError):  # no tensors, or no such view
             return None
-        if self._addresses is not None:
-            for buffer, address in zip(buffers, self._addresses, strict=True):
-                if buffer.data_ptr() != address:
-                    return None
+        if self._has_moved(buffers):
+            return None
         gather = functools.partial(self._run_detached, indices)
         if not torch.is_grad_enabled():
             return tuple(gather(detached(buffers)))
         executable = self.executable
         return Gather.apply(  # type: ignore[no-any-return,no-untyped-call]
             gather, indices, executable.request.bounds, executable.name, *buffers
+        )
+
+    def _has_moved(self, buffers: Sequence[torch.Tensor]) -> bool:
+        """Whether a buffer is at another address than it must be."""
+        return self._addresses is not None and any(
+            buffer.data_ptr() != address
+            for buffer, address in zip(buffers, self._addresses, strict=True)
         )
 
     def _run_detached(
@@ -214,12 +219,7 @@ class Shortcut:
             return None  # the long way names the position in this shape
         if results is None:
             return None
-        fields = self.executable.request.fields
-        # Adding sizes of torch takes as long as the view itself.
-        return tuple(
-            result.view((*shape, *field.row_shape))
-            for result, field in zip(results, fields, strict=True)
-        )
+        return in_shape(results, shape, self.executable.request)
 
     def _learn_on_cpu(self, runner: CopyRunner | SelectRunner, bucket: int) -> None:
         """Take over what a call on a CPU did, if all sizes do the same."""
@@ -255,10 +255,8 @@ class Shortcut:
                 return None
         except TypeError:  # not tensors
             return None
-        if self._addresses is not None:
-            for buffer, address in zip(buffers, self._addresses, strict=True):
-                if buffer.data_ptr() != address:
-                    return None
+        if self._has_moved(buffers):
+            return None
         shape = indices.shape
         runner = self.executable.runners.get(bucket_of(shape[0]))
         if runner is None:
@@ -268,6 +266,17 @@ class Shortcut:
         if self.executable.on_cuda:
             faults.raise_pending(self.executable.request.device)
         return tuple(runner(indices, shape, buffers, None))
+
+
+def in_shape(
+    results: Sequence[torch.Tensor], shape: torch.Size, request: Request
+) -> tuple[torch.Tensor, ...]:
+    """Outputs for flattened indices, viewed as those for indices of this shape."""
+    # Adding sizes of torch takes as long as the view itself.
+    return tuple(
+        result.view((*shape, *field.row_shape))
+        for result, field in zip(results, request.fields, strict=True)
+    )
 
 
 # Those whose way reads the fault board, memory that a forked child does not have.

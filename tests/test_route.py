@@ -19,11 +19,13 @@ SHARES = [(5, 0, 13, 1), (0, 0, 7), (4,), (0, 3, 0, 0, 9, 0), tuple(range(40))]
 SITE = Site(77, (0,), ("bufs[0]",))
 
 
-def router_of(target: Target, rows: tuple[int, ...], bounds: str = "raise") -> Router:
+def router_of(
+    target: Target, rows: tuple[int, ...], bounds: str = "raise", capacity: int | None = None
+) -> Router:
     (backend,) = (each for each in dispatch.BACKENDS if isinstance(each, CudaBackend))
     offsets = [sum(rows[:rank]) for rank in range(len(rows) + 1)]
     device = torch.device("cuda", 0) if target.device == "cuda" else torch.device("cpu")
-    return Router(backend, device, offsets, torch.int32, bounds, SITE)
+    return Router(backend, device, offsets, torch.int32, bounds, SITE, capacity)
 
 
 def owner_of(index: int, rows: tuple[int, ...], bounds: str) -> tuple[int, int] | None:
@@ -91,11 +93,11 @@ def test_requests(target: Target, rows: tuple[int, ...], bounds: str) -> None:
 @pytest.mark.parametrize("rows", SHARES[:4], ids=str)
 def test_requests_with_a_capacity(target: Target, rows: tuple[int, ...], capacity: int) -> None:
     """As many rows of a rank as there are places; places without a row ask for none."""
-    router = router_of(target, rows, "fill")
+    router = router_of(target, rows, "fill", capacity)
     for count in (0, 2, 60, 400):
         values = some_indices(count, sum(rows), "fill", torch.int64)
         indices = torch.tensor(values, dtype=torch.int64, device=target.device)
-        places, numbers, counts, missed = router.requests(indices, capacity)
+        places, numbers, counts, missed = router.requests(indices)
         owners = [owner_of(each, rows, "fill") for each in values]
         asked = [
             sum(each is not None and each[0] == k for each in owners) for k in range(len(rows))

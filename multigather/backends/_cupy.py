@@ -152,6 +152,11 @@ def capacity_for(fields: int, most: int) -> int:
     return min(1 << (fields - 1).bit_length(), most)
 
 
+def room_for_ranks(request: Request) -> int:
+    """Ranks that the kernel's table of them has room for; 0 if there is no table."""
+    return 0 if request.ranks is None else capacity_for(len(request.ranks.places), MOST_RANKS)
+
+
 class Compilation(Protocol):
     """One compilation of a CUDA source; hashable."""
 
@@ -278,9 +283,7 @@ class CudaBackend:
         assert isinstance(config, CudaConfig)
         most = self.capacity(request.device)
         if request.ranks is not None:
-            most = min(
-                most, capacity_within(4096, capacity_for(len(request.ranks.places), MOST_RANKS))
-            )
+            most = min(most, capacity_within(4096, room_for_ranks(request)))
         make = functools.partial(_launch_of, self, request, config, site, most)
         return KernelRunner(request, most, make)
 
@@ -457,7 +460,7 @@ def _launch_of(
         config,
         any(kind & ~BY_WARPS == SHIFTED for kind in kinds),
         PACKED in kinds,
-        capacity_for(len(ranks.places), MOST_RANKS) if ranks is not None else 0,
+        room_for_ranks(request),
     )
     board = faults.board_of(request.device).address if request.bounds == "raise" else 0
     # struct Parameters of gather.cu, its addresses still 0.

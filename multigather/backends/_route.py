@@ -81,6 +81,8 @@ class Router:
         number_dtype: of a row's number at its rank, int32 or int64.
         bounds: the bounds mode; "raise" reports bad indices as of the first buffer of the site.
         site: names of the buffers.
+        capacity: the most rows that are asked of a rank, and the places of each rank's rows; None
+            for as many as there are.
     """
 
     def __init__(
@@ -91,23 +93,20 @@ class Router:
         number_dtype: torch.dtype,
         bounds: str,
         site: Site,
+        capacity: int | None = None,
     ) -> None:
         self._backend, self._device, self._site = backend, device, site
+        self._capacity = capacity
         self._ranks = len(offsets) - 1
         self._number_dtype, self._bounds = number_dtype, bounds
         self._offsets = torch.tensor(offsets, device=device)
         self._launches: dict[Any, Callable[[Sequence[int]], None]] = {}
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def requests(self, indices: torch.Tensor, capacity: int | None = None) -> Requests:
-        """The rows that indices ask for, rank after rank.
-
-        Args:
-            indices: 1-d, contiguous.
-            capacity: the most rows that are asked of a rank, and the places of each rank's rows;
-                None for as many as there are. The same in every call.
-        """
+    def requests(self, indices: torch.Tensor) -> Requests:
+        """The rows that indices ask for, rank after rank; the indices are 1-d and contiguous."""
         count, ranks, device = indices.shape[0], self._ranks, self._device
+        capacity = self._capacity
         places = torch.empty(count, dtype=torch.int64, device=device)
         asked = count if capacity is None else ranks * capacity
         numbers = torch.empty(asked, dtype=self._number_dtype, device=device)
@@ -129,7 +128,7 @@ class Router:
         ]
         self._launch(COUNT, indices.dtype, threads)(addresses)
         torch.cumsum(table, 0, out=sums)
-        self._launch(PLACE, indices.dtype, threads, capacity=capacity)(addresses)
+        self._launch(PLACE, indices.dtype, threads)(addresses)
         return Requests(places, numbers, counts, missed)
 
     def _threads(self, count: int) -> int:
@@ -149,11 +148,7 @@ class Router:
         return tables
 
     def _launch(
-        self,
-        step: int,
-        index_dtype: torch.dtype,
-        threads: int,
-        capacity: int | None = None,
+        self, step: int, index_dtype: torch.dtype, threads: int
     ) -> Callable[[Sequence[int]], None]:
         key = step, index_dtype, threads
         launch = self._launches.get(key)
@@ -162,7 +157,7 @@ class Router:
             parameters = struct.pack(
                 "=56xQq8xQQII",
                 self._offsets.data_ptr(),
-                -1 if capacity is None else capacity,
+                -1 if self._capacity is None else self._capacity,
                 board,
                 self._site.plan,
                 self._ranks,

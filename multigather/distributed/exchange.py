@@ -131,7 +131,7 @@ class Exchange:
         outs: Sequence[torch.Tensor] | None,
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """`__call__` for indices, with a router."""
-        places, numbers, counts, missed = router.requests(indices, self._capacity)
+        places, numbers, counts, missed = router.requests(indices)
         if self._capacity is None:
             self._fetch(numbers, counts, sources)
         else:

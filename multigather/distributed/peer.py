@@ -29,7 +29,7 @@ from ..request import Ranks, Request, field_of
 from ..slab import UNIT, Column, RowLayout
 from .agreement import named
 from .repeated import Repeated
-from .shards import Shards
+from .shards import Shards, bounds_of_rows
 
 # The attribute by which a tensor is known to be a field of a symmetric slab. Slices lack it: their
 # first row is not the slab's.
@@ -130,7 +130,7 @@ class PeerReads:
             asked = rows
             owners = torch.searchsorted(self._ends, asked, right=True)
             rows = torch.add(self._first_of[owners], asked, alpha=self._ranks.steps)
-            if self._bounds != "unchecked":
+            if bounds_of_rows(self._bounds) == "fill":
                 rows = torch.where(asked < self._total, rows, -1)
         gather = self._gathers.get(rows.dtype)
         if gather is None:
@@ -148,7 +148,7 @@ class PeerReads:
         fields = tuple(map(field_of, self._spans))
         device = self._spans[0].device
         if not self.takes_indices:
-            bounds = "unchecked" if self._bounds == "unchecked" else "fill"
+            bounds = bounds_of_rows(self._bounds)
             request = Request(device, False, index_dtype, 0, bounds, fields)
             return Repeated(Executable(request, self._backend, self._site.labels), self._spans)
         fields = tuple(dataclasses.replace(field, rows=self._total) for field in fields)

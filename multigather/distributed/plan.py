@@ -21,7 +21,7 @@ from . import peer
 from .agreement import Offer, agree
 from .exchange import Exchange, Local
 from .sharding import Sharding, Transport
-from .shards import Shards
+from .shards import Shards, bounds_of_rows
 
 TRANSPORTS = ("auto", "exchange", "peer")
 
@@ -329,8 +329,7 @@ def sharding_of(
     request, labels = part.local.request, part.local.site.labels
     layout = RowLayout.of([Column(each.dtype, each.row_shape) for each in request.fields])
     shards = Shards(tuple(each.rows for each in offers), layout)
-    # The caller's bad indices ask for rows of zeros; a promise of good ones is passed on.
-    inner = "fill" if options.bounds in ("raise", "fill") else "unchecked"
+    inner = bounds_of_rows(options.bounds)
 
     def gather_own(index_dtype: torch.dtype, bounds: str) -> Executable:
         changed = dataclasses.replace(request, index_dtype=index_dtype, bounds=bounds)
@@ -349,7 +348,7 @@ def sharding_of(
             return None
         return Router(
             *(cuda, request.device, shards.offsets, shards.index_dtype, options.bounds),
-            part.local.site,
+            *(part.local.site, options.capacity),
         )
 
     transport: Transport

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..executable import Executable
-from ..shortcut import Shortcut, guard
+from ..shortcut import Shortcut, guard, in_shape
 
 
 class Repeated:
@@ -39,13 +39,9 @@ class Repeated:
                     known = self._shortcut = Shortcut(check, self._executable)
             if known is not None:
                 known.learn(indices, self._sources)
-        if len(shape) == 1:
-            return list(results)
-        fields = self._executable.request.fields
-        return [
-            result.view((*shape, *field.row_shape))
-            for result, field in zip(results, fields, strict=True)
-        ]
+        if len(shape) != 1:
+            results = in_shape(results, shape, self._executable.request)
+        return list(results)
 
     def again(self, indices: Any) -> tuple[torch.Tensor, ...] | None:
         """Gather rows of indices like those of an earlier call; of any others None."""

@@ -108,8 +108,9 @@ class Sharding:
                 self._missed.raise_seen()
             if self._device.type == "cuda":
                 faults.raise_pending(self._device)
-            rows = flat.contiguous()
-            if not self.transport.takes_indices:
+            if self.transport.takes_indices:
+                rows = flat.contiguous()
+            else:
                 rows, checked = wanted_rows(flat, self.shards.total, self._bounds)
                 if self._bounds == "raise" and not checked:
                     self._check(flat, shape)

@@ -40,6 +40,14 @@ class Shards:
         return torch.int32 if self.total < 2**31 else torch.int64
 
 
+def bounds_of_rows(bounds: str) -> str:
+    """The mode of gathers by the row numbers that `wanted_rows` made of indices of a mode.
+
+    Bad indices ask for rows of zeros; where there are none, or none was promised, nothing is asked.
+    """
+    return "fill" if bounds in ("raise", "fill") else "unchecked"
+
+
 def wanted_rows(indices: torch.Tensor, total: int, bounds: str) -> tuple[torch.Tensor, bool]:
     """Row numbers that 1-d indices ask for.
 
