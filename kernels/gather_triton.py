@@ -9,8 +9,13 @@ and ``gather.fn`` is what is launched with the chosen one. Nothing calls the aut
 its cache lookup alone costs more than the gather (8 to 36 microseconds of host time).
 """
 
+import os
+
 import triton
 import triton.language as tl
+from triton.language import target_info
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # Layout of the fault board, as in multigather/faults.py.
 FAULT_RING = tl.constexpr(64)
@@ -45,6 +50,26 @@ def row_blocks_of(count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     return tl.cdiv(count, ROWS)
 
 
+@triton.constexpr_function
+def is_cuda():
+    """Whether the kernel is compiled for a GPU of NVIDIA's."""
+    return not INTERPRETED and target_info.is_cuda()
+
+
+@triton.jit
+def stamp(record, value, mask):
+    """Write the first words of records when the host can see the others."""
+    if is_cuda():
+        # The fence by itself, since the exchange may not have system scope; see copy_tile_of.
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p fence.acq_rel.sys; mov.b32 $0, 0; }",
+            "=r,r", [mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        tl.atomic_xchg(record, value, mask=mask, sem="relaxed", scope="gpu")
+    else:
+        tl.atomic_xchg(record, value, mask=mask, sem="release", scope="sys")
+
+
 def copy_tile_of(
     indices, index_stride, count, faults, plan, buffer, unsigned,
     source, destination, rows, source_stride, destination_stride, units,
@@ -67,9 +92,11 @@ def copy_tile_of(
         row = tl.where((value < 0) & (unsigned == 0), value + rows, value)
         valid = inside & (row >= 0) & (row < rows)
         bad = inside & ((row < 0) | (row >= rows)) & (tl.zeros_like(position) + chunk == 0)
-        # As report() in gather.cu: ticket, record where the ring has a free slot, stamp last.
+        # As report() in common.cuh, which says why the scope is the GPU: ticket, record where the
+        # ring has a free slot, stamp last.
+        SCOPE: tl.constexpr = "gpu" if is_cuda() else "sys"
         ticket = tl.atomic_add(
-            faults + tl.zeros_like(position), 1, mask=bad, sem="relaxed", scope="sys"
+            faults + tl.zeros_like(position), 1, mask=bad, sem="relaxed", scope=SCOPE
         )
         taken = tl.load(faults + 1 + tl.zeros_like(position), mask=bad, other=0, volatile=True)
         free = bad & (ticket - taken < FAULT_RING)
@@ -81,7 +108,7 @@ def copy_tile_of(
         tl.store(record + 5, tl.zeros_like(position) + rows, mask=free)
         tl.store(record + 6, tl.zeros_like(position) + unsigned, mask=free)
         tl.store(record + 7, tl.zeros_like(position), mask=free)
-        tl.atomic_xchg(record, ticket + 1, mask=free, sem="release", scope="sys")
+        stamp(record, ticket + 1, free)
     elif BOUNDS == "fill":
         valid = inside & (row >= 0) & (row < rows)
     elif BOUNDS == "clip":

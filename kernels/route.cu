@@ -1,10 +1,8 @@
 // Which rank has the row that each index asks for, where the ranks of a group share the rows, and the
-// place of the row among those that are asked of all ranks, one rank's after the other's.
+// place of the row among those that are asked of all ranks, one rank's after the other's. common.cuh
+// comes before it.
 //
 //   STEP        COUNT, then PLACE
-//   INDEX       C type of one index
-//   INDEX_SIGNED  1 where INDEX is signed
-//   BOUNDS      0 raise, 1 fill, 2 clip, 3 unchecked
 //   NUMBER      C type of a row's number at its rank
 //   THREADS     threads per block
 //
@@ -13,22 +11,9 @@
 // every `threads`-th index, so loads are coalesced and the grid need not depend on how many there
 // are. Between COUNT and PLACE the host lets torch add up the table: rows are then in a certain
 // order, rank after rank, for which nothing was sorted and no thread had to wait for another.
-//
-// Nothing here uses shared memory or a barrier: see gather.cu for how it runs on a CPU.
-
-#define RAISE 0
-#define FILL 1
-#define CLIP 2
-#define UNCHECKED 3
 
 #define COUNT 0
 #define PLACE 1
-
-#define FAULT_RING 64
-#define FAULT_WORDS 8
-
-typedef unsigned long long u64;
-typedef long long i64;
 
 struct Parameters {
     const INDEX* indices;
@@ -46,41 +31,6 @@ struct Parameters {
     unsigned ranks;
     unsigned threads;    // of the grid
 };
-
-#if BOUNDS == RAISE && STEP == PLACE
-// As in gather.cu.
-__device__ __noinline__ void report(const Parameters& p, i64 position) {
-    const u64 ticket = atomicAdd_system(p.faults, 1ull);
-    const u64 taken = *(volatile u64*)(p.faults + 1);
-    if (ticket - taken >= FAULT_RING) return;
-    volatile u64* record = p.faults + FAULT_WORDS * (1 + ticket % FAULT_RING);
-    record[1] = p.plan;
-    record[2] = (u64)position;
-    record[3] = (u64)(i64)p.indices[position];
-    record[4] = 0;
-    record[5] = (u64)p.offsets[p.ranks];
-    record[6] = INDEX_SIGNED ? 0 : 1;
-    record[7] = 0;
-    __threadfence_system();
-    record[0] = ticket + 1;
-}
-#endif
-
-// The row that an index selects, or -1 for none. What breaks the promise of UNCHECKED is none where it
-// is negative, else a row of the last rank, which does not exist.
-__device__ __forceinline__ i64 row_of(const Parameters& p, INDEX index) {
-    i64 row = (i64)index;
-#if BOUNDS == CLIP
-    const i64 rows = p.offsets[p.ranks];
-    if (INDEX_SIGNED && row < 0) return 0;
-    return (u64)row < (u64)rows ? row : rows - 1;
-#elif BOUNDS != UNCHECKED
-    const i64 rows = p.offsets[p.ranks];
-    if (BOUNDS == RAISE && INDEX_SIGNED && row < 0) row += rows;
-    if ((u64)row >= (u64)rows) return -1;
-#endif
-    return row;
-}
 
 // The rank that has a row: the last one that begins at or before it. Ranks without rows begin where
 // the next one does, so none of them is found.
@@ -100,10 +50,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) route(const __grid_constan
     for (unsigned rank = 0; rank < p.ranks; rank++) p.table[(u64)rank * p.threads + thread] = 0;
 #endif
     for (i64 position = thread; position < p.count; position += p.threads) {
-        const i64 row = row_of(p, p.indices[position]);
-        if (row < 0) {
+        // What breaks the promise of UNCHECKED is none where it is negative, else a row of the last
+        // rank, which does not exist.
+        const Row selected = row_of(p.indices[position], p.offsets[p.ranks]);
+        const i64 row = selected.number;
+        if (!selected.valid || row < 0) {
 #if BOUNDS == RAISE && STEP == PLACE
-            report(p, position);
+            report(p.faults, p.plan, position, p.indices[position], 0, p.offsets[p.ranks]);
 #endif
 #if STEP == PLACE
             p.places[position] = -1;

@@ -7,24 +7,11 @@
 //
 //   FIELDS      capacity of the field table; entries past the fields in use start at tile 2^32 - 1
 //   SEARCH_STEP the largest power of two below FIELDS, 0 for one field
-//   INDEX       C type of one index
-//   INDEX_SIGNED  1 where INDEX is signed
-//   BOUNDS      0 raise, 1 fill, 2 clip, 3 unchecked
 //   THREADS     threads per block, a power of two
 //   UNROLL      units in flight per thread, a power of two: all loads are issued before the first
 //               addition
 //
 // Rows are added in the order in which threads happen to run, in the gradient's own type.
-//
-// Nothing here uses shared memory or a barrier: see gather.cu for how it runs on a CPU.
-
-#define RAISE 0
-#define FILL 1
-#define CLIP 2
-#define UNCHECKED 3
-
-typedef unsigned long long u64;
-typedef long long i64;
 
 // A field's kind: the type of its elements, plus the binary logarithm of a unit's bytes.
 #define HALF 0
@@ -161,19 +148,6 @@ ADD_PAIR_AND_QUAD(HalfPair, ".noftz", ".f16x2", "r", .bits)
 ADD_PAIR_AND_QUAD(BFloatPair, ".noftz", ".bf16x2", "r", .bits)
 #endif
 
-// The row that an index selects among `rows`, or -1 for none. An index that breaks the promise of
-// UNCHECKED selects none either: what may then be read must not be written.
-__device__ __forceinline__ i64 row_of(INDEX index, i64 rows) {
-    i64 row = (i64)index;
-#if BOUNDS == CLIP
-    if (INDEX_SIGNED && row < 0) return 0;
-    return (u64)row < (u64)rows ? row : rows - 1;
-#else
-    if (BOUNDS == RAISE && INDEX_SIGNED && row < 0) row += rows;
-    return (u64)row < (u64)rows ? row : -1;
-#endif
-}
-
 template <typename Value>
 __device__ __forceinline__ void add_at(const Field& field, i64 at, const Value& value) {
     add((Value*)field.sum + at, value);
@@ -215,9 +189,11 @@ __device__ __forceinline__ void add_tile(const Parameters& p, const Field& field
     }
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
-        const i64 row = row_of(index[u], field.rows);
+        // An index that breaks the promise of UNCHECKED selects none either: what may then be read
+        // must not be written.
+        const i64 row = row_of(index[u], field.rows).number;
         const unsigned column = first_column + ((u & ((1u << columns) - 1)) << lanes);
-        if (active[u] && row >= 0) add_at(field, row * field.units + column, value[u]);
+        if (active[u] && (u64)row < (u64)field.rows) add_at(field, row * field.units + column, value[u]);
     }
 }
 

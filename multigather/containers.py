@@ -166,7 +166,7 @@ class TensorDictNode:
                 if value.device is not None:
                     device = value.device
                     break
-        tensordict = sys.modules["tensordict"].TensorDict
+        tensordict = imported("tensordict").TensorDict
         # What tensordict itself makes rows with; the values need no check, which is half the time
         # of a small gather.
         make = getattr(tensordict, "_new_unsafe", tensordict)
@@ -294,9 +294,19 @@ def _is_whole(item: Any) -> bool:
     return item is None or isinstance(item, torch.Tensor) or is_tensordict(item)
 
 
+def imported(name: str) -> Any:
+    """A module if the program has imported it, else None."""
+    return sys.modules.get(name)
+
+
+# What torch.compiler.assume_constant_result sets, which would import torch's compiler. Without it
+# the compiler goes through all of sys.modules, and fails if another thread imports something then.
+imported._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def is_tensordict(item: Any) -> bool:
     """Whether something is a TensorDict or a tensorclass."""
-    tensordict = sys.modules.get("tensordict")
+    tensordict = imported("tensordict")
     if tensordict is None or isinstance(item, (torch.Tensor, tuple, list, dict)):
         return False
     # Half imported by another thread, it may have neither.
@@ -358,7 +368,7 @@ def _take_apart(item: Any, leaves: list[Any], place: _Place, writable: bool) -> 
     if hasattr(item, "__dlpack__"):
         package = type(item).__module__.partition(".")[0]
         # Of the array API standard; an older CuPy has the function all the same.
-        namespace = getattr(item, "__array_namespace__", lambda: sys.modules.get(package))()
+        namespace = getattr(item, "__array_namespace__", lambda: imported(package))()
         # Others, such as JAX's, may be shared with values that must not change.
         if writable and package != "cupy":
             raise TypeError(
@@ -372,7 +382,7 @@ def _take_apart(item: Any, leaves: list[Any], place: _Place, writable: bool) -> 
 
 
 def _tensordict(source: Any, leaves: list[Any], place: _Place) -> Node:
-    tensordict = sys.modules["tensordict"]
+    tensordict = imported("tensordict")
     kind = type(source)
     if kind is not tensordict.TensorDict and not tensordict.is_tensorclass(source):
         raise TypeError(
@@ -405,13 +415,13 @@ class _Alias:
 
 
 def _is_numpy(item: Any) -> bool:
-    numpy = sys.modules.get("numpy")
+    numpy = imported("numpy")
     return numpy is not None and isinstance(item, numpy.ndarray)
 
 
 def _numpy(array: Any, leaves: list[Any], place: _Place, writable: bool) -> Node:
     """The node of a NumPy array; the leaf is a tensor of the same memory."""
-    numpy = sys.modules["numpy"]
+    numpy = imported("numpy")
     if isinstance(array, numpy.ma.MaskedArray):
         raise TypeError(f"{place} is a masked array; gather its .data and its .mask")
     if array.dtype.hasobject or not array.dtype.itemsize:

@@ -266,3 +266,5 @@ def test_ways_on_a_gpu() -> None:
         "index_select",
     }
     assert run.copy_ceiling(device) > 1e10
+    # No capture has failed, after which torch could make no random numbers.
+    assert torch.rand(3, device=device).shape == (3,)

@@ -2228,19 +2228,22 @@ def test_shipped_schema_is_that_of_the_model():
 
 
 @pytest.mark.parametrize(
-    ("backend", "source"),
-    [(CudaBackend(), "kernels/gather.cu"), (TritonBackend(), "kernels/gather_triton.py")],
+    ("backend", "sources"),
+    [
+        (CudaBackend(), ["kernels/common.cuh", "kernels/gather.cu"]),
+        (TritonBackend(), ["kernels/gather_triton.py"]),
+    ],
     ids=["cupy", "triton"],
 )
-def test_kernel_revision_is_in_step_with_its_source(backend, source):
+def test_kernel_revision_is_in_step_with_its_source(backend, sources):
     path = ROOT / "tests" / "kernel_revisions.json"
     recorded = json.loads(path.read_text())[backend.name]
     now = {
         "revision": backend.revision,
-        "sha256": hashlib.sha256((ROOT / source).read_bytes()).hexdigest(),
+        "sha256": hashlib.sha256(b"".join((ROOT / each).read_bytes() for each in sources)).hexdigest(),
     }
     assert now == recorded, (
-        f"{source} or the revision of the {backend.name} backend has changed. If the kernel's "
+        f"{' or '.join(sources)} or the revision of the {backend.name} backend has changed. If the kernel's "
         "speed or the meaning of a config may have changed, raise `revision` in the backend's "
         "class, so that what was measured before is not used any more. Then record in "
         f"{path}: {json.dumps({backend.name: now})}"

@@ -38,6 +38,26 @@ def test_full_graph_with_any_number_of_indices(target: Target) -> None:
     assert counter.frame_count == 1
 
 
+def test_a_graph_does_not_depend_on_the_imported_modules(target: Target) -> None:
+    """The compiler would go through all of them, and fail if another thread imports one then."""
+    tensordict = pytest.importorskip("tensordict")
+    a = Slab(40, (3,), torch.float32, target.device).tensor
+    table = tensordict.TensorDict({"a": a}, [40])
+    indices = torch.tensor([5, 0, -1], device=target.device)
+
+    def run(indices):
+        (rows,) = multigather.gather(indices, {"a": a}, backend=target.backend)
+        (others,) = multigather.gather(indices, table, backend=target.backend)
+        return rows["a"], others["a"]
+
+    explanation = torch._dynamo.explain(run)(indices)
+    assert explanation.graph_count == 1
+    assert explanation.out_guards
+    assert not [guard for guard in explanation.out_guards if ".sys" in str(guard)]
+    for rows in torch.compile(run, fullgraph=True, backend="eager")(indices):
+        assert_gathered(rows, indices, a)
+
+
 def test_plan_and_out_in_a_graph(target: Target) -> None:
     """A plan is the same operator; out= is written."""
     a = Slab(40, (3,), torch.float32, target.device).tensor

@@ -353,6 +353,26 @@ def operations(cubin: bytes, folder: Path) -> list[str]:
     )
 
 
+@pytest.mark.parametrize(
+    "reporting",
+    [
+        Specialisation(4, torch.int64, "raise", False, USUAL),
+        Specialisation(8, torch.int32, "raise", False, USUAL, shifted=True, packed=True),
+        _route.Specialisation(_route.PLACE, torch.int64, "raise", torch.int32),
+    ],
+    ids=["gather", "packed", "route"],
+)
+def test_reports_use_no_atomic_operation_of_system_scope(
+    reporting: Compilation, tmp_path: Path
+) -> None:
+    """It is undefined on the board, which is the host's memory; what the host waits for is fenced."""
+    names = operations(compile_one(reporting, CLOSE).cubin, tmp_path)
+    atomics = [name for name in names if name.startswith(("ATOM", "RED."))]
+    assert atomics
+    assert not [name for name in atomics if "SYS" in name], atomics
+    assert [name for name in names if name.startswith("MEMBAR") and "SYS" in name]
+
+
 IN_FLIGHT = pytest.mark.parametrize(
     ("config", "bounds"),
     [(config, "raise") for config in CONFIGS if config.threads == 256]

@@ -78,7 +78,7 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel):
             ("multigather", "multigather", "*.pyi"),
             ("multigather", "multigather", "py.typed"),
             ("kernels", "multigather/kernels", "*.py"),
-            ("kernels", "multigather/kernels", "*.cu"),
+            ("kernels", "multigather/kernels", "*.cu*"),
             ("tuning_cache", "multigather/tuning_cache", "*.py"),
             ("tuning_cache", "multigather/tuning_cache", "*.json"),
         ]
@@ -87,6 +87,7 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel):
     assert {
         "multigather/py.typed",
         "multigather/kernels/gather.cu",
+        "multigather/kernels/common.cuh",
         "multigather/kernels/scatter_add.cu",
         "multigather/kernels/gather_triton.py",
         "multigather/tuning_cache/default.json",

@@ -33,15 +33,11 @@ def kinds_of(sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> l
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "widths",
-    [range(32, 50), range(50, 67), range(67, 84), range(84, 101), (255, 256, 1024, 4097)],
-    ids=lambda widths: f"{widths[0]}-{widths[-1]}",
-)
-def test_every_misalignment_of_source_and_destination(target: Target, widths: range) -> None:
+@pytest.mark.parametrize("width", [*range(32, 101), 255, 256, 1024, 4097])
+def test_every_misalignment_of_source_and_destination(target: Target, width: int) -> None:
     """Each source address modulo 16 meets each destination address modulo 16."""
     indices = torch.tensor([3, 0, -1, 1], device=target.device)
-    for width, turn in itertools.product(widths, range(16)):
+    for turn in range(16):
         slabs = [
             Slab(4, (width,), offset=place, gap=turn % 3, seed=place, device=target.device)
             for place in range(16)

@@ -196,6 +196,18 @@ def test_every_config_compiles(name: str, results: dict[str, Any]) -> None:
     assert wide_accesses(result) == {"ld", "st"}
 
 
+def test_reports_use_no_atomic_operation_of_system_scope(results: dict[str, Any]) -> None:
+    """It is undefined on the board, which is the host's memory; what the host waits for is fenced."""
+    for name, result in zip(CONFIG_CASES, results["config"], strict=True):
+        orders = result["orders"]
+        assert bool(orders) == name.endswith("raise"), name
+        atomics = [each for each in orders if each.startswith(("atom", "red"))]
+        assert not [each for each in atomics if ".sys" in each], name
+        before = [orders[n - 1] for n, each in enumerate(orders) if ".exch" in each]
+        assert all("exch" in each or each == "fence.acq_rel.sys" for each in before), name
+        assert orders.count("fence.acq_rel.sys") == len(before), name
+
+
 @pytest.mark.parametrize("name", ARCHITECTURE_CASES)
 def test_compiles_for_other_architectures(name: str, results: dict[str, Any]) -> None:
     """With the same accesses."""

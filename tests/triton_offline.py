@@ -164,6 +164,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             int(bits) for bits in re.findall(r"\.param \.[a-z](\d+)", parameters)
         ]
         result["accesses"] = sorted(set(re.findall(r"(?:ld|st)\.global[\w.:]*", ptx)))
+        result["orders"] = re.findall(r"\b(?:atom|red|fence|membar)\.[\w.]+", ptx)
         result["resources"] = resources(compilations[-1][".cubin"])
         result["shared"] = json.loads(Path(compilations[-1][".json"]).read_text())["shared"]
     if isinstance(launch, _triton.Launch):

@@ -210,8 +210,14 @@ class Specialisation:
 
 
 def source_text(kernel: str = "gather") -> str:
-    """Text of a kernel's CUDA source."""
-    return (resources.files("multigather.kernels") / f"{kernel}.cu").read_text()
+    """Text of a kernel's CUDA source, with what all of them have in common before it.
+
+    Not by an include: CuPy keeps what it compiled by a source's text and options, and would not see
+    that an included file has changed.
+    """
+    folder = resources.files("multigather.kernels")
+    common, own = ((folder / name).read_text() for name in ("common.cuh", f"{kernel}.cu"))
+    return f'{common}\n#line 1 "{kernel}.cu"\n{own}'
 
 
 class CudaBackend:

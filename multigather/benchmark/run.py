@@ -85,6 +85,7 @@ def measure(
     call_bytes = count * workload.row_bytes
     gathers: dict[str, Gather] = {}
     missing: dict[str, str] = {}
+    no_graph = {way.name: way.no_graph for way in ways if way.no_graph}
     for way in ways:
         reason = way.why_not(buffers)
         if reason:
@@ -111,6 +112,9 @@ def measure(
         graphs = {}
         pool = torch.cuda.graph_pool_handle()
         for name, gather in gathers.items():
+            if name in no_graph:
+                missing[name] = f"in a CUDA graph, {no_graph[name]}"
+                continue
             try:
                 graphs[name] = graph_timer(gather, sets, call_bytes, pool)
             except Exception as error:

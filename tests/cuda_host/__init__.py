@@ -58,7 +58,8 @@ def library(specialisation: Compilation) -> ctypes.CDLL:
     macros += [f"-DKERNEL={kernel}", f'-DSOURCE="{kernel}.cu"']
     with resources.as_file(source) as path:
         command = [str(compiler()), *FLAGS, *macros, f"-I{HERE}", f"-I{path.parent}"]
-        texts = [each.read_text() for each in (path, HERE / "shim.h", HERE / "run.cpp")]
+        sources = (path, path.with_name("common.cuh"), HERE / "shim.h", HERE / "run.cpp")
+        texts = [each.read_text() for each in sources]
         digest = hashlib.sha256("\0".join([*command[1:], *texts]).encode()).hexdigest()[:24]
         target = HERE.parent.parent / "build" / "cuda_host" / f"{digest}.so"
         if not target.exists():

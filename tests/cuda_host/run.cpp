@@ -1,5 +1,6 @@
 // A kernel of kernels/ as a host function: every block, every thread, one after another.
 #include "shim.h"
+#include "common.cuh"
 #include SOURCE
 
 extern "C" void run(unsigned grid, unsigned threads, void** parameters) {

@@ -26,15 +26,16 @@ inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)(((uint64_t)
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
     return (unsigned)(((uint64_t)high << 32 | low) >> (shift & 31));
 }
-inline unsigned long long atomicAdd_system(unsigned long long* address, unsigned long long value) {
-    return __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST);
-}
 inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 template <typename T> inline T atomicAdd(T* address, T value) {
     const T old = *address;
     *address = old + value;
     return old;
+}
+// Threads of a test that report at once share a board.
+inline unsigned long long atomicAdd(unsigned long long* address, unsigned long long value) {
+    return __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST);
 }
 template <typename T> inline T atomicCAS(T* address, T expected, T value) {
     const T old = *address;
