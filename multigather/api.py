@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -454,7 +455,7 @@ def _remedy(item: Any) -> str:
 
 def _is_dtensor(tensor: Any) -> bool:
     """Whether it is a DTensor; asked only where no executable is known: they never have one."""
-    module = containers.imported("torch.distributed.tensor")
+    module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 

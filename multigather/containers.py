@@ -166,12 +166,13 @@ class TensorDictNode:
                 if value.device is not None:
                     device = value.device
                     break
-        tensordict = imported("tensordict").TensorDict
+        from tensordict import TensorDict
+
         # What tensordict itself makes rows with; the values need no check, which is half the time
         # of a small gather.
-        make = getattr(tensordict, "_new_unsafe", tensordict)
+        make = getattr(TensorDict, "_new_unsafe", TensorDict)
         result = make(values, batch_size=batch_size, names=names, device=device)
-        if self.kind is tensordict:
+        if self.kind is TensorDict:
             return result
         return self.kind.from_tensordict(result)  # type: ignore[attr-defined]
 
@@ -294,25 +295,24 @@ def _is_whole(item: Any) -> bool:
     return item is None or isinstance(item, torch.Tensor) or is_tensordict(item)
 
 
-def imported(name: str) -> Any:
-    """A module if the program has imported it, else None."""
-    return sys.modules.get(name)
-
-
-# What torch.compiler.assume_constant_result sets, which would import torch's compiler. Without it
-# the compiler goes through all of sys.modules, and fails if another thread imports something then.
-imported._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def is_tensordict(item: Any) -> bool:
     """Whether something is a TensorDict or a tensorclass."""
-    tensordict = imported("tensordict")
-    if tensordict is None or isinstance(item, (torch.Tensor, tuple, list, dict)):
+    if item is None or isinstance(item, (torch.Tensor, tuple, list, dict)):
         return False
+    # While compiling, torch goes through all of sys.modules where it is read, and fails if another
+    # thread imports something then. Nothing else is likely to have a batch size and get here.
+    if not hasattr(type(item), "batch_size"):
+        return False
+    if torch.compiler.is_compiling():
+        import tensordict as package
+    else:
+        package = sys.modules.get("tensordict")
+        if package is None:
+            return False
     # Half imported by another thread, it may have neither.
-    if type(item) is getattr(tensordict, "TensorDict", None):
+    if type(item) is getattr(package, "TensorDict", None):
         return True
-    check = getattr(tensordict, "is_tensor_collection", None)
+    check = getattr(package, "is_tensor_collection", None)
     return check is not None and bool(check(item))
 
 
@@ -368,7 +368,7 @@ def _take_apart(item: Any, leaves: list[Any], place: _Place, writable: bool) -> 
     if hasattr(item, "__dlpack__"):
         package = type(item).__module__.partition(".")[0]
         # Of the array API standard; an older CuPy has the function all the same.
-        namespace = getattr(item, "__array_namespace__", lambda: imported(package))()
+        namespace = getattr(item, "__array_namespace__", lambda: sys.modules.get(package))()
         # Others, such as JAX's, may be shared with values that must not change.
         if writable and package != "cupy":
             raise TypeError(
@@ -382,7 +382,8 @@ def _take_apart(item: Any, leaves: list[Any], place: _Place, writable: bool) -> 
 
 
 def _tensordict(source: Any, leaves: list[Any], place: _Place) -> Node:
-    tensordict = imported("tensordict")
+    import tensordict
+
     kind = type(source)
     if kind is not tensordict.TensorDict and not tensordict.is_tensorclass(source):
         raise TypeError(
@@ -415,13 +416,16 @@ class _Alias:
 
 
 def _is_numpy(item: Any) -> bool:
-    numpy = imported("numpy")
+    if not hasattr(type(item), "__array_interface__"):
+        return False
+    numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(item, numpy.ndarray)
 
 
 def _numpy(array: Any, leaves: list[Any], place: _Place, writable: bool) -> Node:
     """The node of a NumPy array; the leaf is a tensor of the same memory."""
-    numpy = imported("numpy")
+    import numpy
+
     if isinstance(array, numpy.ma.MaskedArray):
         raise TypeError(f"{place} is a masked array; gather its .data and its .mask")
     if array.dtype.hasobject or not array.dtype.itemsize:

@@ -2240,11 +2240,13 @@ def test_kernel_revision_is_in_step_with_its_source(backend, sources):
     recorded = json.loads(path.read_text())[backend.name]
     now = {
         "revision": backend.revision,
-        "sha256": hashlib.sha256(b"".join((ROOT / each).read_bytes() for each in sources)).hexdigest(),
+        "sha256": hashlib.sha256(
+            b"".join((ROOT / each).read_bytes() for each in sources)
+        ).hexdigest(),
     }
     assert now == recorded, (
-        f"{' or '.join(sources)} or the revision of the {backend.name} backend has changed. If the kernel's "
-        "speed or the meaning of a config may have changed, raise `revision` in the backend's "
-        "class, so that what was measured before is not used any more. Then record in "
+        f"{' or '.join(sources)} or the revision of the {backend.name} backend has changed. If the "
+        "kernel's speed or the meaning of a config may have changed, raise `revision` in the "
+        "backend's class, so that what was measured before is not used any more. Then record in "
         f"{path}: {json.dumps({backend.name: now})}"
     )

@@ -365,7 +365,7 @@ def operations(cubin: bytes, folder: Path) -> list[str]:
 def test_reports_use_no_atomic_operation_of_system_scope(
     reporting: Compilation, tmp_path: Path
 ) -> None:
-    """It is undefined on the board, which is the host's memory; what the host waits for is fenced."""
+    """It is undefined on the board, the host's memory; what the host waits for is fenced."""
     names = operations(compile_one(reporting, CLOSE).cubin, tmp_path)
     atomics = [name for name in names if name.startswith(("ATOM", "RED."))]
     assert atomics

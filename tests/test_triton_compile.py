@@ -197,7 +197,7 @@ def test_every_config_compiles(name: str, results: dict[str, Any]) -> None:
 
 
 def test_reports_use_no_atomic_operation_of_system_scope(results: dict[str, Any]) -> None:
-    """It is undefined on the board, which is the host's memory; what the host waits for is fenced."""
+    """It is undefined on the board, the host's memory; what the host waits for is fenced."""
     for name, result in zip(CONFIG_CASES, results["config"], strict=True):
         orders = result["orders"]
         assert bool(orders) == name.endswith("raise"), name

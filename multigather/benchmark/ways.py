@@ -33,8 +33,8 @@ class Way:
         why_not: why it cannot gather from these buffers; None if it can.
         writes: whether it allocates no outputs, so that only its time, not its results, compare
             with ways that do.
-        no_graph: why it cannot be captured in a CUDA graph; None if it can. It is not tried, because
-            a capture that fails leaves torch's allocator and random numbers as if it still went on.
+        no_graph: why it cannot be captured in a CUDA graph; None if it can. It is not tried: a
+            capture that fails leaves torch's allocator and random numbers as if it still went on.
     """
 
     name: str
@@ -148,7 +148,12 @@ WAYS = (
     Way("torch.compile", _compiled()),
     Way("torch.compile, combo kernels", _compiled(combo_kernels=True)),
     Way("Triton, row per program", _seed, _seed_why_not),
-    Way("cupy.take", _take, _take_why_not, no_graph="CuPy's allocator does not know of torch's graph"),
+    Way(
+        "cupy.take",
+        _take,
+        _take_why_not,
+        no_graph="CuPy's allocator does not know of torch's graph",
+    ),
     Way("tensordict", _tensordict, _tensordict_why_not),
 )
 BY_NAME: dict[str, Way] = {way.name: way for way in WAYS}
