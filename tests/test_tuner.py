@@ -653,6 +653,21 @@ def test_shipped_choices_are_good_for_gathers_that_were_not_tuned() -> None:
     assert heuristic["worst"] > found["worst"]
 
 
+def test_shipped_choices_are_good_for_narrow_rows() -> None:
+    """77 gathers of rows in units of 1, 2 or 4 bytes, by 65 keys; 40 of these are tuned."""
+    log = ROOT / "benchmarks" / "nvidia-h200-narrow.jsonl"
+    status, output = multigather_command(
+        "check", "--from-log", log, "--tuning", SHIPPED, "--json", "--device", "cpu"
+    )
+    found = json.loads(output)
+    assert status == 0
+    assert len(found["gathers"]) == 77
+    assert found["median"] <= 0.03
+    assert found["worst"] <= 0.15
+    # Each kernel is the faster one somewhere.
+    assert {each["choice"].split()[0] for each in found["gathers"]} == {"cupy", "triton"}
+
+
 def test_choices_are_legal_for_gathers_that_were_not_tuned() -> None:
     """An entry's config may be one that a gather near it cannot run; dispatch must see that."""
     by_name = {backend.name: backend for backend in dispatch.BACKENDS}

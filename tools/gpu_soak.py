@@ -35,10 +35,15 @@ RELIABILITY = (
 # Of the fuzz cases, in percent. A layout that Triton has not seen takes it a second to compile.
 FUZZ_SHARES = (("cupy", 50), (None, 30), ("torch", 19), ("triton", 1))
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
-# Tests that reach every path of the kernels. Not graphs, which the setting below rules out.
+# Tests that reach every path of the kernels. Not graphs, which the setting below rules out, nor
+# threads, which with it did not end in six minutes. A width of the misalignments takes a minute.
 SANITIZED = ["tests/test_shifted.py", "tests/test_gather.py", "tests/test_known_faults.py"]
 SANITIZED += ["tests/test_packed_rows.py", "tests/test_scatter_add.py", "tests/test_route.py"]
-SANITIZED += ["-k", "(cupy-gpu or triton-gpu) and not offsets and not buffers and not config"]
+SANITIZED += [
+    "-k",
+    "(cupy-gpu or triton-gpu) and not offsets and not buffers and not config and not threads "
+    "and not (misalignment and not (33 or 66 or 255))",
+]
 # Every tensor is an allocation of its own: a read beside one inside torch's blocks would not show.
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 TIME_LIMIT = 3600.0
