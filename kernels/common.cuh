@@ -21,10 +21,10 @@ typedef long long i64;
 
 // READ_NOW hides from the compiler where a value comes from, so that it is not read again at its next
 // use. It then no longer knows of a pointer what memory it is to, and would use slower generic
-// accesses. ADD_IF_NEGATIVE is an addition and two selections; as C++ it becomes two shifts, two ands
-// and the addition. MOVED is a pointer moved by bytes, also to where it must not be used: as C++ that
-// is an overflow, which the sanitizers would report, and on a GPU a number would be no pointer to global
-// memory.
+// accesses, but for IS_GLOBAL. ADD_IF_NEGATIVE is an addition and two selections; as C++ it becomes
+// two shifts, two ands and the addition. MOVED is a pointer moved by bytes, also to where it must not
+// be used: in C++ that is an overflow, which the sanitizers report, and on a GPU a pointer made of a
+// number would not be known to be one to global memory.
 #ifdef __CUDACC__
 #define READ_NOW(constraint, value) asm volatile("" : "+" constraint(value))
 #define IS_GLOBAL(pointer) __builtin_assume(__isGlobal(pointer))

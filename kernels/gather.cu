@@ -126,19 +126,28 @@ __device__ __forceinline__ Copy copy_of(const Parameters& p, unsigned k) {
     return copy;
 }
 
+// Parts of a row, and division by their number, of a field or of its copy in registers.
 #if WIDE
 typedef u64 Count;
-template <typename Divided> __device__ __forceinline__ Count parts_of(const Divided& copy) {
-    return (u64)copy.magic << 32 | copy.parts;
+template <typename Of>
+__device__ __forceinline__ Count parts_of(const Of& field) {
+    return (u64)field.magic << 32 | field.parts;
 }
-template <typename Divided> __device__ __forceinline__ Count divide(Count n, const Divided& copy) { return n / parts_of(copy); }
+template <typename Of>
+__device__ __forceinline__ Count divide(Count n, const Of& field) {
+    return n / parts_of(field);
+}
 #else
 typedef unsigned Count;
-template <typename Divided> __device__ __forceinline__ Count parts_of(const Divided& copy) { return copy.parts; }
-// Division by an invariant through a multiply and a shift (Granlund and Montgomery, PLDI 1994,
-// figure 4.1 with the round-up multiplier); exact for every n below 2^31, which the host ensures.
-template <typename Divided> __device__ __forceinline__ Count divide(Count n, const Divided& copy) {
-    return (__umulhi(n, copy.magic) + n) >> copy.shift;
+template <typename Of>
+__device__ __forceinline__ Count parts_of(const Of& field) {
+    return field.parts;
+}
+// By an invariant through a multiply and a shift (Granlund and Montgomery, PLDI 1994, figure 4.1 with
+// the round-up multiplier); exact for every n below 2^31, which the host ensures.
+template <typename Of>
+__device__ __forceinline__ Count divide(Count n, const Of& field) {
+    return (__umulhi(n, field.magic) + n) >> field.shift;
 }
 #endif
 
@@ -327,7 +336,7 @@ __device__ __forceinline__ bool copy_tile(const Parameters& p, const Copy& copy,
         const Count unit = base + (Count)(u * THREADS);
         const Count position = divide(unit, copy);
         const Count column = unit - position * units;
-        // Past the last unit it is row 0, which is valid: a buffer without rows has no launch.
+        // Past the last unit it is row 0, which is valid.
         const Row row = row_of(p, index[u], copy.rows);
         const Unit* from = source_of<Unit>(copy, row.number) + column;
         target[u] = destination_of<Unit>(copy, (i64)position) + column;

@@ -3,7 +3,7 @@
 // The backward pass of gather.cu, which explains what the two have in common: one launch for all
 // fields, parameters by value, tiles of one field per thread block, 64-bit byte offsets. An index
 // selects the same row as there; one that selects none adds nothing. It is not reported: the gather
-// has done so.
+// has done so. common.cuh comes before this.
 //
 //   FIELDS      capacity of the field table; entries past the fields in use start at tile 2^32 - 1
 //   SEARCH_STEP the largest power of two below FIELDS, 0 for one field
