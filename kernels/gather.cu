@@ -581,16 +581,7 @@ __device__ __forceinline__ void report_parts(
        IF_SHIFTED((kind) == SHIFTED_ROWS            ? copy_tile<Shifted>(p, copy, base) :)     \
                                 copy_tile<Nothing>(p, copy, base))
 
-// Left to itself, the assembler gives shifted copies 44 and 47 registers in these blocks and 39 in
-// smaller ones; 40 leave room for one block more (unroll 2, sm_90, CUDA 13.0).
-#if SHIFTED && BOUNDS == RAISE && UNROLL == 2 && (THREADS == 256 || THREADS == 512)
-#define BLOCKS_AT_ONCE (1536 / THREADS)
-#else
-#define BLOCKS_AT_ONCE 0  // no request
-#endif
-
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
-    gather(const __grid_constant__ Parameters p) {
+extern "C" __global__ void __launch_bounds__(THREADS) gather(const __grid_constant__ Parameters p) {
     // The field of this block: the last that starts at or before its tile.
     unsigned k = 0;
 #if FIELDS <= 8
