@@ -603,7 +603,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather(const __grid_consta
     const Count warp = tile * (Count)(THREADS / 32) + threadIdx.x / 32;
     const bool valid = COPY(copy.kind);
 #if BOUNDS == RAISE
-    // After the copies: a call between the loads would make each wait for the last.
+    // After the copies: between the loads it would make each wait for the last.
     if (!valid) report_parts(p, k, base, warp);
 #else
     (void)valid;

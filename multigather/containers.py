@@ -416,6 +416,7 @@ class _Alias:
 
 
 def _is_numpy(item: Any) -> bool:
+    # So that sys.modules is not read of things that are no array; see `is_tensordict`.
     if not hasattr(type(item), "__array_interface__"):
         return False
     numpy = sys.modules.get("numpy")

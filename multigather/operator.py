@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.library import Library, register_autograd, register_fake
 
 from .autograd import gradients_of, remember
 
-_library: Any = torch.library.Library("multigather", "DEF")  # type: ignore[no-untyped-call]
+_library: Any = Library("multigather", "DEF")  # type: ignore[no-untyped-call]
 _library.define("gather(Tensor indices, Tensor[] bufs, str bounds, str? backend) -> Tensor[]")
 
 
@@ -49,9 +50,7 @@ def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, 
 
 
 _library.impl("gather", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("multigather::gather", _shapes, lib=_library)
-torch.library.register_autograd(
-    "multigather::gather", _backward, setup_context=_remember, lib=_library
-)
+register_fake("multigather::gather", _shapes, lib=_library)
+register_autograd("multigather::gather", _backward, setup_context=_remember, lib=_library)
 
 gather_operator = torch.ops.multigather.gather.default

@@ -8,6 +8,7 @@ from cases import Slab, assert_gathered
 from conftest import Target
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
 
 import multigather
 from multigather.operator import gather_operator
@@ -103,12 +104,12 @@ def test_gradients_in_a_graph(target: Target) -> None:
 
 
 def test_operator_passes_torchs_own_checks(target: Target) -> None:
-    """torch.library.opcheck: schema, fake implementation, autograd registration, AOT dispatch."""
+    """Torch's opcheck: schema, fake implementation, autograd registration, AOT dispatch."""
     a = torch.randn(9, 3, device=target.device, requires_grad=True)
     b = torch.arange(9, device=target.device)
     indices = torch.tensor([1, 8, 1], device=target.device)
-    torch.library.opcheck(gather_operator, (indices, [a, b], "raise", target.backend))
-    torch.library.opcheck(gather_operator, (indices.view(3, 1), [b], "fill", None))
+    opcheck(gather_operator, (indices, [a, b], "raise", target.backend))
+    opcheck(gather_operator, (indices.view(3, 1), [b], "fill", None))
 
 
 def test_fake_and_meta_tensors(target: Target) -> None:
