@@ -2,7 +2,7 @@
 
    What shortcut.py generates as Python, and what it falls back to: the order of the checks and
    what they mean are written there. Nothing of torch is included or linked. Its functions come as
-   Python objects, the driver's launch and two functions of torch's stable C interface as
+   Python objects, the driver's launch and some functions of torch's stable C interface as
    addresses, see native.py.
 
    Nothing changes an object of this file, so any number of threads may use one: a launch's
@@ -21,13 +21,13 @@
 typedef int (*driver_launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                              unsigned, void *, void **, void **);
 typedef int32_t (*tensor_address)(void *, void **);
-typedef int32_t (*tensor_numel)(void *, int64_t *);
+typedef int32_t (*tensor_number)(void *, int64_t *);
 
 /* What fits on the stack: all parameters on a driver before CUDA 12.1, and those of a Triton
    kernel with as many buffers as it takes. More is taken from the heap. */
 enum { SMALL_BLOCK = 4096, SMALL_PARAMETERS = 512 };
 
-static PyObject *name_data_ptr, *name_numel;
+static PyObject *name_data_ptr, *name_numel, *name_storage, *name_nbytes, *name_offset;
 
 /* ---- tensors ------------------------------------------------------------------------------- */
 
@@ -38,7 +38,7 @@ static struct {
     PyTypeObject *type;
     Py_ssize_t offset;
     tensor_address address;
-    tensor_numel numel;
+    tensor_number numel, storage_bytes, storage_offset;
 } layout;
 
 static void *held_tensor(PyObject *object)
@@ -61,31 +61,79 @@ static int address_of(PyObject *tensor, uint64_t *address)
     return *address == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
 }
 
+static int number_from(PyObject *object, PyObject *method, int64_t *number)
+{
+    PyObject *answer = PyObject_CallMethodNoArgs(object, method);
+    if (answer == NULL)
+        return -1;
+    *number = PyLong_AsLongLong(answer);
+    Py_DECREF(answer);
+    return *number == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
 static int numel_of(PyObject *tensor, int64_t *numel)
 {
     void *held = held_tensor(tensor);
     if (held != NULL && layout.numel(held, numel) == 0)
         return 0;
-    PyObject *number = PyObject_CallMethodNoArgs(tensor, name_numel);
-    if (number == NULL)
+    return number_from(tensor, name_numel, numel);
+}
+
+/* Bytes of a tensor's storage, and the number of the element there that it begins with. */
+static int storage_of(PyObject *tensor, int64_t *bytes, int64_t *offset)
+{
+    void *held = held_tensor(tensor);
+    if (held != NULL && layout.storage_bytes(held, bytes) == 0 &&
+        layout.storage_offset(held, offset) == 0)
+        return 0;
+    PyObject *storage = PyObject_CallMethodNoArgs(tensor, name_storage);
+    if (storage == NULL)
         return -1;
-    *numel = PyLong_AsLongLong(number);
-    Py_DECREF(number);
-    return *numel == -1 && PyErr_Occurred() ? -1 : 0;
+    int failed = number_from(storage, name_nbytes, bytes);
+    Py_DECREF(storage);
+    return failed < 0 ? -1 : number_from(tensor, name_offset, offset);
+}
+
+/* Whether a storage, which may have been freed or cut, still has so many bytes from the tensor's
+   first element of so many bytes on: 1, 0, or -1 with an error. */
+static int has_memory(PyObject *tensor, uint64_t item_bytes, uint64_t span)
+{
+    int64_t bytes, offset;
+    if (span == 0)
+        return 1;
+    if (storage_of(tensor, &bytes, &offset) < 0)
+        return -1;
+    uint64_t start = (uint64_t)offset * item_bytes;
+    return bytes >= 0 && start <= (uint64_t)bytes && span <= (uint64_t)bytes - start;
+}
+
+/* The address of contiguous indices, if a kernel may read so many of them there: 1, 0, or -1 with
+   an error. */
+static int readable_indices(PyObject *indices, int64_t numel, uint64_t item_bytes,
+                            uint64_t *address)
+{
+    if (address_of(indices, address) < 0)
+        return -1;
+    if (*address & (item_bytes - 1))
+        return 0;
+    return has_memory(indices, item_bytes, (uint64_t)numel * item_bytes);
 }
 
 static PyObject *read_tensors(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     PyObject *type;
     Py_ssize_t offset;
-    unsigned long long address, numel;
-    if (!PyArg_ParseTuple(arguments, "OnKK:read_tensors", &type, &offset, &address, &numel))
+    unsigned long long address, numel, storage_bytes, storage_offset;
+    if (!PyArg_ParseTuple(arguments, "OnKKKK:read_tensors", &type, &offset, &address, &numel,
+                          &storage_bytes, &storage_offset))
         return NULL;
     if (type != Py_None && !PyType_Check(type))
         return PyErr_Format(PyExc_TypeError, "a type or None is needed, not %R", type);
     layout.offset = offset;
     layout.address = (tensor_address)(uintptr_t)address;
-    layout.numel = (tensor_numel)(uintptr_t)numel;
+    layout.numel = (tensor_number)(uintptr_t)numel;
+    layout.storage_bytes = (tensor_number)(uintptr_t)storage_bytes;
+    layout.storage_offset = (tensor_number)(uintptr_t)storage_offset;
     PyTypeObject *before = layout.type;
     layout.type = type == Py_None ? NULL : (PyTypeObject *)Py_NewRef(type);
     Py_XDECREF(before);
@@ -95,10 +143,12 @@ static PyObject *read_tensors(PyObject *Py_UNUSED(module), PyObject *arguments)
 static PyObject *facts_of(PyObject *Py_UNUSED(module), PyObject *tensor)
 {
     uint64_t address;
-    int64_t numel;
-    if (address_of(tensor, &address) < 0 || numel_of(tensor, &numel) < 0)
+    int64_t numel, bytes, offset;
+    if (address_of(tensor, &address) < 0 || numel_of(tensor, &numel) < 0 ||
+        storage_of(tensor, &bytes, &offset) < 0)
         return NULL;
-    return Py_BuildValue("KL", (unsigned long long)address, (long long)numel);
+    return Py_BuildValue("KLLL", (unsigned long long)address, (long long)numel, (long long)bytes,
+                         (long long)offset);
 }
 
 /* ---- what the calls share ------------------------------------------------------------------ */
@@ -520,7 +570,10 @@ typedef struct {
     const volatile uint64_t *board;
     long device;
     Py_ssize_t count;
-    uint64_t *masks, *values, *places;
+    uint64_t index_bytes;
+    /* Of each buffer: what its address must be as far as a mask says, its place in the launch, and
+       the bytes of an element and of all its memory. */
+    uint64_t *masks, *values, *places, *items, *spans;
 } LaunchNew;
 
 /* Gather from guarded tensors: new outputs, or NULL without an error if this call must go the long
@@ -537,11 +590,12 @@ static PyObject *launch_new(const LaunchNew *self, const Launch *launch, PyObjec
         scale(launch, &memory, numel);
     for (Py_ssize_t k = 0; k < self->count; k++) {
         if (address_of(tensors[1 + k], &address) < 0 ||
-            (address & self->masks[k]) != self->values[k] || address == 0)
+            (address & self->masks[k]) != self->values[k] ||
+            has_memory(tensors[1 + k], self->items[k], self->spans[k]) != 1)
             goto done;
         put(launch, &memory, 1 + 2 * (Py_ssize_t)self->places[k], address);
     }
-    if (address_of(tensors[0], &address) < 0)
+    if (readable_indices(tensors[0], numel, self->index_bytes, &address) != 1)
         goto done;
     put(launch, &memory, 0, address);
     outs = PyTuple_New(self->count);
@@ -644,19 +698,23 @@ static void LaunchNew_dealloc(LaunchNew *self)
     PyMem_Free(self->masks);
     PyMem_Free(self->values);
     PyMem_Free(self->places);
+    PyMem_Free(self->items);
+    PyMem_Free(self->spans);
     Py_TYPE(self)->tp_free(self);
 }
 
 static PyObject *LaunchNew_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
     static char *names[] = {"check",  "launches", "empty", "current_device", "device",
-                            "board",  "raise_pending", "masks", "values", "places", NULL};
-    PyObject *check, *launches, *empty, *current_device, *raise, *masks, *values, *places;
-    unsigned long long board;
+                            "board",  "raise_pending", "index_bytes", "masks", "values", "places",
+                            "items", "spans", NULL};
+    PyObject *check, *launches, *empty, *current_device, *raise, *lists[5];
+    unsigned long long board, index_bytes;
     long device;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!OOlKOOOO:LaunchNew", names, &check,
-                                     &PyDict_Type, &launches, &empty, &current_device, &device,
-                                     &board, &raise, &masks, &values, &places))
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!OOlKOKOOOOO:LaunchNew", names,
+                                     &check, &PyDict_Type, &launches, &empty, &current_device,
+                                     &device, &board, &raise, &index_bytes, lists, lists + 1,
+                                     lists + 2, lists + 3, lists + 4))
         return NULL;
     LaunchNew *self = (LaunchNew *)type->tp_alloc(type, 0);
     if (self == NULL)
@@ -669,16 +727,17 @@ static PyObject *LaunchNew_new(PyTypeObject *type, PyObject *arguments, PyObject
     self->raise = Py_NewRef(raise);
     self->board = (const volatile uint64_t *)(uintptr_t)board;
     self->device = device;
-    Py_ssize_t counts[3] = {0, 0, 0};
-    self->masks = numbers_of(masks, counts);
-    if (self->masks != NULL)
-        self->values = numbers_of(values, counts + 1);
-    if (self->values != NULL)
-        self->places = numbers_of(places, counts + 2);
-    self->count = counts[2];
-    if (self->places != NULL &&
-        (counts[0] != counts[2] || counts[1] != counts[2] || !is_order(self->places, counts[2])))
-        PyErr_Format(PyExc_ValueError, "each buffer has a mask, a value and a place");
+    self->index_bytes = index_bytes;
+    uint64_t **numbers[] = {&self->masks, &self->values, &self->places, &self->items, &self->spans};
+    Py_ssize_t counts[5] = {0};
+    int alike = 1;
+    for (size_t k = 0; k < 5 && !PyErr_Occurred(); k++) {
+        *numbers[k] = numbers_of(lists[k], counts + k);
+        alike = alike && counts[k] == counts[0];
+    }
+    self->count = counts[0];
+    if (!PyErr_Occurred() && (!alike || !is_order(self->places, self->count)))
+        PyErr_Format(PyExc_ValueError, "each buffer has a mask, a value, a place and two sizes");
     if (PyErr_Occurred())
         Py_CLEAR(self);
     return (PyObject *)self;
@@ -708,8 +767,9 @@ typedef struct {
     long device;
     Py_ssize_t count, extent_count;
     int64_t numel, index_bytes;
-    /* Addresses of the buffers, then of the outputs; first and last byte of each output. */
-    uint64_t *addresses, *extents, *places;
+    /* Addresses of the buffers, then of the outputs, the bytes of an element and of all memory of
+       each; first and last byte of each output. */
+    uint64_t *addresses, *items, *spans, *extents, *places;
 } LaunchInto;
 
 /* Write the addresses of guarded tensors into a block: 1, 0 if they are others than before, or -1
@@ -723,11 +783,15 @@ static int into_block(const LaunchInto *self, PyObject *const *tensors, Memory *
             return -1;
         if (address != self->addresses[k])
             return 0;
+        int known = has_memory(tensors[1 + k], self->items[k], self->spans[k]);
+        if (known != 1)
+            return known;
         Py_ssize_t out = k >= self->count;
         put(launch, memory, 1 + out + 2 * (Py_ssize_t)self->places[k - out * self->count], address);
     }
-    if (address_of(tensors[0], &start) < 0)
-        return -1;
+    int known = readable_indices(tensors[0], self->numel, (uint64_t)self->index_bytes, &start);
+    if (known != 1)
+        return known;
     put(launch, memory, 0, start);
     uint64_t end = start + (uint64_t)self->numel * (uint64_t)self->index_bytes;
     for (Py_ssize_t k = 0; k < self->extent_count; k += 2)
@@ -797,6 +861,8 @@ static void LaunchInto_dealloc(LaunchInto *self)
     Py_XDECREF(self->elsewhere);
     Py_XDECREF(self->written);
     PyMem_Free(self->addresses);
+    PyMem_Free(self->items);
+    PyMem_Free(self->spans);
     PyMem_Free(self->extents);
     PyMem_Free(self->places);
     Py_TYPE(self)->tp_free(self);
@@ -806,16 +872,17 @@ static PyObject *LaunchInto_new(PyTypeObject *type, PyObject *arguments, PyObjec
 {
     static char *names[] = {"check",  "launch",        "current_device", "device",    "board",
                             "raise_pending", "elsewhere", "numel",       "index_bytes",
-                            "addresses",     "extents",   "places",      "written", NULL};
-    PyObject *check, *launch, *current_device, *raise, *elsewhere, *addresses, *extents, *places;
-    PyObject *written;
+                            "addresses",     "items",     "spans",       "extents",   "places",
+                            "written", NULL};
+    PyObject *check, *launch, *current_device, *raise, *elsewhere, *addresses, *items, *spans;
+    PyObject *extents, *places, *written;
     unsigned long long board;
     long long numel, index_bytes;
     long device;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!OlKOOLLOOOO:LaunchInto", names, &check,
-                                     &Launch_type, &launch, &current_device, &device, &board,
-                                     &raise, &elsewhere, &numel, &index_bytes, &addresses, &extents,
-                                     &places, &written))
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!OlKOOLLOOOOOO:LaunchInto", names,
+                                     &check, &Launch_type, &launch, &current_device, &device,
+                                     &board, &raise, &elsewhere, &numel, &index_bytes, &addresses,
+                                     &items, &spans, &extents, &places, &written))
         return NULL;
     LaunchInto *self = (LaunchInto *)type->tp_alloc(type, 0);
     if (self == NULL)
@@ -831,16 +898,21 @@ static PyObject *LaunchInto_new(PyTypeObject *type, PyObject *arguments, PyObjec
     self->device = device;
     self->numel = numel;
     self->index_bytes = index_bytes;
-    Py_ssize_t address_count = 0;
+    Py_ssize_t address_count = 0, item_count = 0, span_count = 0;
     self->places = numbers_of(places, &self->count);
     if (self->places != NULL)
         self->addresses = numbers_of(addresses, &address_count);
     if (self->addresses != NULL)
+        self->items = numbers_of(items, &item_count);
+    if (self->items != NULL)
+        self->spans = numbers_of(spans, &span_count);
+    if (self->spans != NULL)
         self->extents = numbers_of(extents, &self->extent_count);
     if (self->extents != NULL &&
-        (address_count != 2 * self->count || self->extent_count % 2 ||
+        (address_count != 2 * self->count || item_count != address_count ||
+         span_count != address_count || self->extent_count % 2 ||
          !is_order(self->places, self->count) || !launches_into(launch, self->count)))
-        PyErr_Format(PyExc_ValueError, "each buffer has a place and two addresses in the launch");
+        PyErr_Format(PyExc_ValueError, "each buffer has a place and two addresses and sizes in the launch");
     if (PyErr_Occurred())
         Py_CLEAR(self);
     return (PyObject *)self;
@@ -869,6 +941,8 @@ typedef struct {
     Py_ssize_t count;
     struct GatherField *layout;
     int index_type, bounds;
+    /* Of the buffers: the bytes of an element and of all memory. */
+    uint64_t *items, *spans;
     /* Of the buffers, if it is for buffers at these addresses only. */
     uint64_t *addresses;
 } Copy;
@@ -933,10 +1007,11 @@ static PyObject *copy_new(const Copy *self, PyObject *const *tensors, int64_t nu
         return NULL;
     uint64_t *source = addresses.values, *destination = source + self->count;
     for (Py_ssize_t k = 0; k < self->count; k++)
-        if (address_of(tensors[1 + k], source + k) < 0 || source[k] == 0 ||
+        if (address_of(tensors[1 + k], source + k) < 0 ||
+            has_memory(tensors[1 + k], self->items[k], self->spans[k]) != 1 ||
             (self->addresses != NULL && source[k] != self->addresses[k]))
             goto done;
-    if (address_of(tensors[0], &start) < 0)
+    if (readable_indices(tensors[0], numel, 1u << (self->index_type & 3), &start) != 1)
         goto done;
     outs = PyTuple_New(self->count);
     for (Py_ssize_t k = 0; outs != NULL && k < self->count; k++) {
@@ -1001,6 +1076,8 @@ static void Copy_dealloc(Copy *self)
     Py_XDECREF(self->outputs);
     Py_XDECREF(self->failed);
     PyMem_Free(self->layout);
+    PyMem_Free(self->items);
+    PyMem_Free(self->spans);
     PyMem_Free(self->addresses);
     Py_TYPE(self)->tp_free(self);
 }
@@ -1008,14 +1085,16 @@ static void Copy_dealloc(Copy *self)
 static PyObject *Copy_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
     static char *names[] = {"check",  "buckets",    "empty",  "outputs",   "layout",
-                            "bounds", "index_type", "failed", "addresses", NULL};
-    PyObject *check, *buckets, *empty, *outputs, *failed, *addresses;
+                            "bounds", "index_type", "failed", "items",     "spans",
+                            "addresses", NULL};
+    PyObject *check, *buckets, *empty, *outputs, *failed, *items, *spans, *addresses;
     const char *layout;
-    Py_ssize_t size, address_count;
+    Py_ssize_t size, item_count, span_count = 0, address_count;
     int bounds, index_type;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!OO!y#iiOO:Copy", names, &check,
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!OO!y#iiOOOO:Copy", names, &check,
                                      &PySet_Type, &buckets, &empty, &PyTuple_Type, &outputs,
-                                     &layout, &size, &bounds, &index_type, &failed, &addresses))
+                                     &layout, &size, &bounds, &index_type, &failed, &items, &spans,
+                                     &addresses))
         return NULL;
     Py_ssize_t count = PyTuple_GET_SIZE(outputs);
     for (Py_ssize_t k = 0; k < count; k++) {
@@ -1043,7 +1122,13 @@ static PyObject *Copy_new(PyTypeObject *type, PyObject *arguments, PyObject *key
         PyErr_NoMemory();
     else
         memcpy(self->layout, layout, (size_t)size);
-    if (self->layout != NULL && addresses != Py_None) {
+    if (self->layout != NULL)
+        self->items = numbers_of(items, &item_count);
+    if (self->items != NULL)
+        self->spans = numbers_of(spans, &span_count);
+    if (self->spans != NULL && (item_count != count || span_count != count))
+        PyErr_Format(PyExc_ValueError, "each buffer has two sizes");
+    if (!PyErr_Occurred() && addresses != Py_None) {
         self->addresses = numbers_of(addresses, &address_count);
         if (self->addresses != NULL && address_count != count)
             PyErr_Format(PyExc_ValueError, "each buffer has an address");
@@ -1113,9 +1198,11 @@ static PyObject *use_threads(PyObject *Py_UNUSED(module), PyObject *arguments)
 
 static PyMethodDef functions[] = {
     {"read_tensors", read_tensors, METH_VARARGS,
-     "read_tensors(type, offset, data_ptr, numel): read tensors of this type through two functions "
-     "of torch's stable C interface, given by address; None calls the tensors' methods."},
-    {"facts_of", facts_of, METH_O, "Address and number of elements of a tensor."},
+     "read_tensors(type, offset, data_ptr, numel, storage_size, storage_offset): read tensors of "
+     "this type through functions of torch's stable C interface, given by address; None calls the "
+     "tensors' methods."},
+    {"facts_of", facts_of, METH_O,
+     "Address and number of elements of a tensor, bytes of its storage and its offset there."},
     {"gather_rows", gather_rows, METH_VARARGS,
      "gather_rows(layout, bounds, index_type, indices, index_stride, count, addresses): copy rows "
      "by gather_cpu.c; False, having written nothing, if an index is out of range in mode raise."},
@@ -1139,8 +1226,11 @@ PyMODINIT_FUNC PyInit__native(void)
                                           &Copy_type};
     name_data_ptr = PyUnicode_InternFromString("data_ptr");
     name_numel = PyUnicode_InternFromString("numel");
+    name_storage = PyUnicode_InternFromString("untyped_storage");
+    name_nbytes = PyUnicode_InternFromString("nbytes");
+    name_offset = PyUnicode_InternFromString("storage_offset");
     PyObject *module = PyModule_Create(&definition);
-    if (!name_data_ptr || !name_numel)
+    if (!name_data_ptr || !name_numel || !name_storage || !name_nbytes || !name_offset)
         Py_CLEAR(module);
     for (size_t k = 0; module != NULL && k < sizeof types / sizeof *types; k++)
         if (PyModule_AddType(module, types[k]) < 0)

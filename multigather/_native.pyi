@@ -10,9 +10,15 @@ Tensors = Sequence[torch.Tensor]
 cpu_driver: int  # address of gather_cpu_launch
 
 def read_tensors(
-    type: type[torch.Tensor] | None, offset: int, data_ptr: int, numel: int, /
+    type: type[torch.Tensor] | None,
+    offset: int,
+    data_ptr: int,
+    numel: int,
+    storage_size: int,
+    storage_offset: int,
+    /,
 ) -> None: ...
-def facts_of(tensor: torch.Tensor, /) -> tuple[int, int]: ...
+def facts_of(tensor: torch.Tensor, /) -> tuple[int, int, int, int]: ...
 def gather_rows(
     layout: bytes,
     bounds: int,
@@ -52,9 +58,12 @@ class LaunchNew:
         device: int,
         board: int,
         raise_pending: Callable[[], None],
+        index_bytes: int,
         masks: Sequence[int],
         values: Sequence[int],
         places: Sequence[int],
+        items: Sequence[int],
+        spans: Sequence[int],
     ) -> LaunchNew: ...
     def __call__(
         self, indices: Any, buffers: Sequence[Any], /
@@ -73,6 +82,8 @@ class LaunchInto:
         numel: int,
         index_bytes: int,
         addresses: Sequence[int],
+        items: Sequence[int],
+        spans: Sequence[int],
         extents: Sequence[int],
         places: Sequence[int],
         written: Callable[[tuple[torch.Tensor, ...]], None],
@@ -92,6 +103,8 @@ class Copy:
         bounds: int,
         index_type: int,
         failed: Callable[..., tuple[torch.Tensor, ...] | None],
+        items: Sequence[int],
+        spans: Sequence[int],
         addresses: Sequence[int] | None,
     ) -> Copy: ...
     def __call__(

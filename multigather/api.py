@@ -4,25 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from . import containers, dispatch, faults
-from .autograd import Gather, detached, dispatch_modes
-from .bounds import as_int64, resolve
+from .autograd import (
+    Gather,
+    detached,
+    dispatch_modes,
+    forward_mode,
+    has_tangent,
+    is_wrapped,
+    transforming,
+)
+from .bounds import as_int64, index_rows, resolve
 from .cache import store
+from .containers import Buffers
 from .executable import Executable
 from .fork import Lock
+from .memory import aligned, check_memory
 from .nvtx import ranged
-from .operator import gather_operator
+from .operator import gather_into_operator, gather_operator
 from .outputs import check_outputs, mark_written
 from .pinned import announce_reads
 from .request import BOUNDS, INDEX_DTYPES, Request, field_of
 from .shortcut import OutShortcut, Shortcut, guard
+from .subclasses import (
+    all_ordinary,
+    decides_itself,
+    is_dtensor,
+    is_fake,
+    keeps_class,
+    lacks_memory,
+    plain,
+)
 
 BACKEND_NAMES = tuple(backend.name for backend in dispatch.BACKENDS)
 
@@ -88,7 +107,10 @@ def gather(
     # A third of the time of `is_compiling`, which also knows the graphs that are not made from
     # bytecode: no guard lets their tensors pass, and `gather_checked` asks for them.
     if is_dynamo_compiling():
-        return _in_graph(indices, bufs, out, bounds, backend)
+        return in_graph(indices, Buffers(bufs), out, bounds, backend)
+    # What has no graph, forward-mode AD, is not looked at by guards.
+    if forward_ad._current_level >= 0:
+        return gather_checked(indices, Buffers(bufs), out, bounds, backend)[0]
     if out is not None and bufs:
         results = _into_known(indices, bufs, out, bounds, backend)
         if results is not None:
@@ -107,7 +129,7 @@ def gather(
                 results = shortcut.run_otherwise(indices, bufs)
             if results is not None:
                 return results
-    results, executable = gather_checked(indices, bufs, out, bounds, backend)
+    results, executable = gather_checked(indices, Buffers(bufs), out, bounds, backend)
     # Arrays and containers are taken apart for every call anew.
     if executable is not None and only_tensors(indices, *bufs, *(out or ())):
         if out is None:
@@ -123,57 +145,85 @@ def only_tensors(*items: Any) -> bool:
     return all(isinstance(item, torch.Tensor) for item in items)
 
 
-def _in_graph(
-    indices: torch.Tensor, bufs: tuple[Any, ...], out: Any, bounds: str, backend: str | None
+def in_graph(
+    indices: torch.Tensor, buffers: Buffers, out: Any, bounds: str, backend: str | None
 ) -> tuple[Any, ...]:
     """The gather as one operator of the graph that torch is making."""
-    leaves, structure = containers.flatten(bufs)
-    tensors = [leaf for leaf in leaves if leaf is not None]
-    gathered = gather_operator(indices, tensors, bounds, backend) if tensors else []
-    if out is not None:
-        outs = _flatten_outputs(out, bufs, leaves, structure)
-        for item, result in zip(outs, gathered, strict=True):
-            if item.shape != result.shape or item.dtype != result.dtype:
-                raise ValueError("out does not have the outputs' shapes and dtypes")
-        gathered = [item.copy_(result) for item, result in zip(outs, gathered, strict=True)]
-    return mirrored(gathered, leaves, structure, indices.shape)
+    tensors = buffers.tensors
+    outs = None if out is None else flatten_outputs(out, buffers)
+    if not tensors:
+        return buffers.mirrored((), indices.shape)
+    if outs is None:
+        results = (
+            # ONNX knows torch's operations only.
+            [index_rows(tensor, indices, bounds) for tensor in tensors]
+            if torch.onnx.is_in_onnx_export()
+            else gather_operator(indices, tensors, bounds, backend)
+        )
+        return buffers.mirrored(results, indices.shape)
+    _refuse_gradients(False, (*tensors, *outs))
+    gather_into_operator(indices, tensors, bounds, backend, outs)
+    return tuple(out)
 
 
 def gather_checked(
-    indices: torch.Tensor,
-    bufs: tuple[Any, ...],
-    out: Sequence[Any] | None,
-    bounds: str,
-    backend: str | None,
+    indices: torch.Tensor, buffers: Buffers, out: Any, bounds: str, backend: str | None
 ) -> tuple[tuple[Any, ...], Executable | None]:
     """`gather` with every check made, the long way.
 
     Returns:
         What `gather` returns; and the executable, if the call was so plain that a guard on the
-        layouts of the indices and of the tensors among ``bufs`` is all that another one needs.
+        layouts of the indices and of the tensors among the buffers is all that another one needs.
     """
     indices = containers.as_indices(indices)
-    if is_compiling() or dispatch_modes():
-        return _in_graph(indices, bufs, out, bounds, backend), None
-    leaves, structure = containers.flatten(bufs)
-    tensors = [leaf for leaf in leaves if leaf is not None]
-    key = _key(indices, leaves, bounds, backend, structure)
+    if is_compiling() or dispatch_modes() or torch.jit.is_tracing():
+        return in_graph(indices, buffers, out, bounds, backend), None
+    if any(map(is_dtensor, buffers.tensors)):
+        from .distributed import routing
+
+        return routing.gather(indices, buffers, out, bounds, backend), None
+    if only_tensors(indices, *buffers.tensors):
+        fakes = [each for each in (indices, *buffers.tensors) if is_fake(each)]
+        if len(fakes) == 1 + len(buffers.tensors):
+            return in_graph(indices, buffers, out, bounds, backend), None
+    outs = None if out is None else flatten_outputs(out, buffers)
+    results, executable = _gather(indices, buffers, outs, bounds, backend)
+    if out is not None:  # what the caller brought is given back as it came
+        return tuple(out), executable
+    return buffers.mirrored(results, indices.shape), executable
+
+
+def _gather(
+    indices: torch.Tensor,
+    buffers: Buffers,
+    outs: list[torch.Tensor] | None,
+    bounds: str,
+    backend: str | None,
+) -> tuple[Sequence[torch.Tensor], Executable | None]:
+    """`gather_checked` for what is no graph, without a look at the structure of the results."""
+    tensors = buffers.tensors
+    if not all_ordinary(indices, *tensors):
+        return _gather_others(indices, buffers, outs, bounds, backend), None
+    if any(map(is_wrapped, (indices, *tensors))):
+        return _gather_transformed(indices, buffers, outs, bounds, backend), None
+    key = _key(indices, buffers, bounds, backend)
     executable = _executables.get(key) if key is not None else None
     if executable is None:
-        if any(map(_is_dtensor, tensors)):
-            from .distributed import routing
-
-            return routing.gather(indices, bufs, out, bounds, backend), None
-        executable = _make(key, indices, bufs, leaves, tensors, bounds, backend)
+        if any(tensor._is_zerotensor() for tensor in tensors):
+            # Zeros that autograd has made no memory for.
+            filled = [torch.zeros_like(t) if t._is_zerotensor() else t for t in tensors]
+            return _gather(indices, buffers.of(filled), outs, bounds, backend)[0], None
+        if outs is None and not all(map(torch._C._has_storage, (indices, *tensors))):
+            # Batches of torch.autograd's own vmap, which has no rules for operators.
+            return [index_rows(tensor, indices, bounds) for tensor in tensors], None
+        executable = _make(key, indices, buffers, bounds, backend)
     if executable is None:
-        if out is not None:
-            _flatten_outputs(out, bufs, leaves, structure)
-        return mirrored((), leaves, structure, indices.shape), None
+        return (), None
     request = executable.request
     if request.device.type == "cuda":
         faults.raise_pending(request.device)
     if request.device.type != "meta":
-        _check_memory(tensors, executable.site.labels)
+        check_memory((indices, *tensors), ("indices", *executable.site.labels))
     moved = indices.device != request.device
     if moved:
         # A copy that does not block would still read pinned indices when the caller writes the next
@@ -185,28 +235,27 @@ def gather_checked(
                 "being captured; use indices.pin_memory(), or put them on the GPU before"
             )
         indices = indices.to(request.device, non_blocking=capturing)
+    elif request.device.type != "meta":
+        indices = aligned(indices.resolve_neg())
     shape = indices.shape
     flat = indices.reshape(-1) if indices.dim() != 1 else indices
     if flat.shape[0] and request.bounds != "fill" and executable.has_empty_buffer:
         raise executable.empty_buffer_error(flat.shape[0])
-    outs = None
-    if out is not None:
-        outs = _flatten_outputs(out, bufs, leaves, structure)
+    if outs is not None:
         check_outputs(outs, tensors, indices, request, executable.site.labels)
 
-    def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run(_: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return _run(executable, flat, shape, sources, outs)
 
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    tangents = forward_mode() and any(map(has_tangent, (*tensors, *(outs or ()))))
+    if tangents or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
         if outs is not None:
-            raise ValueError(
-                "out= cannot be combined with gradients: a buffer requires grad. Leave out= away, "
-                "detach the buffers, or call under torch.no_grad()"
-            )
-        arguments = (run, indices, bounds, backend, *tensors)
-        results = list(Gather.apply(*arguments))  # type: ignore[no-untyped-call]
+            _refuse_gradients(tangents, tensors)
+        results: Sequence[torch.Tensor] = Gather.call(
+            run, tangents, indices, bounds, backend, *tensors
+        )
     else:
-        results = run(tensors)
+        results = run(indices, tensors)
         if outs is not None:
             mark_written(tuple(outs))
     if request.host_memory:
@@ -222,9 +271,80 @@ def gather_checked(
         or (outs is not None and request.host_memory)
         or (outs is not None and any(each.requires_grad for each in (*tensors, *outs)))
     )
-    # Outputs that the caller brought are given back as they came.
-    items = tuple(out) if out is not None else mirrored(results, leaves, structure, shape)
-    return items, executable if plain else None
+    return results, executable if plain else None
+
+
+def _refuse_gradients(transformed: bool, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse outputs of the caller's where derivatives are wanted."""
+    if transformed:
+        raise ValueError(
+            "out= cannot be combined with forward-mode AD or a transform of torch.func; leave out= "
+            "away"
+        )
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            "out= cannot be combined with gradients: a buffer requires grad. Leave out= away, "
+            "detach the buffers, or call under torch.no_grad()"
+        )
+
+
+def _gather_transformed(
+    indices: torch.Tensor,
+    buffers: Buffers,
+    outs: list[torch.Tensor] | None,
+    bounds: str,
+    backend: str | None,
+) -> Sequence[torch.Tensor]:
+    """The gather of tensors that a transform of torch.func has wrapped."""
+    check_options(indices, bounds, backend)
+    for tensor, label in zip(buffers.tensors, buffers.labels(), strict=True):
+        check_buffer(tensor, label)
+    if outs is not None:
+        _refuse_gradients(True, buffers.tensors)
+    if transforming():
+        return gather_operator(indices, buffers.tensors, bounds, backend)  # type: ignore[no-any-return]
+    # Wrappers that have outlived their transform.
+    indices, *tensors = map(torch._C._functorch.unwrap_if_dead, (indices, *buffers.tensors))
+    return _gather(indices, buffers.of(tensors), None, bounds, backend)[0]
+
+
+def _gather_others(
+    indices: torch.Tensor,
+    buffers: Buffers,
+    outs: list[torch.Tensor] | None,
+    bounds: str,
+    backend: str | None,
+) -> Sequence[torch.Tensor]:
+    """The gather of tensors of other classes, see `subclasses`."""
+    tensors, labels = buffers.tensors, buffers.labels()
+    check_options(indices, bounds, backend)
+    parts = []
+    for tensor, label in zip(tensors, labels, strict=True):
+        check_buffer(tensor, label)
+        if decides_itself(type(tensor)) and not all_ordinary(tensor):
+            if outs is not None:
+                raise ValueError(
+                    f"{label} is a {type(tensor).__name__}, a class that decides itself what "
+                    "indexing means, so its rows cannot be written into out=; leave out= away, or "
+                    "pass .as_subclass(torch.Tensor)"
+                )
+            # For the check of the indices; the rows are selected below.
+            part = torch.empty((tensor.shape[0], 0), device=tensor.device)
+        else:
+            part = plain(tensor)
+        parts.append(part)
+    if outs is not None:
+        outs = list(map(plain, outs))
+    results = list(_gather(plain(indices), buffers.of(parts), outs, bounds, backend)[0])
+    for number, tensor in enumerate(tensors):
+        kind = type(tensor)
+        if all_ordinary(tensor):
+            continue
+        if decides_itself(kind):
+            results[number] = index_rows(tensor, plain(indices), bounds)
+        elif keeps_class(kind):
+            results[number] = results[number].as_subclass(kind)
+    return results
 
 
 def explain(
@@ -240,14 +360,18 @@ def explain(
     Raises:
         TypeError, ValueError, UnsupportedError: as `gather` does.
     """
-    indices = containers.as_indices(indices)
-    leaves, _ = containers.flatten(bufs)
-    tensors = [leaf for leaf in leaves if leaf is not None]
-    if any(map(_is_dtensor, tensors)):
+    return explain_buffers(containers.as_indices(indices), Buffers(bufs), bounds, backend)
+
+
+def explain_buffers(
+    indices: torch.Tensor, buffers: Buffers, bounds: str, backend: str | None
+) -> dispatch.Explanation:
+    """`explain` for buffers that were taken apart."""
+    if any(map(is_dtensor, buffers.tensors)):
         from .distributed import routing
 
-        return routing.explain(bufs, bounds, backend)
-    executable = _make(None, indices, bufs, leaves, tensors, bounds, backend)
+        return routing.explain(buffers, bounds, backend)
+    executable = _make(None, indices, buffers, bounds, backend)
     if executable is None:
         return dispatch.Explanation("    no buffers: nothing to gather", (), {})
     request = executable.request.with_count(indices.numel())
@@ -312,7 +436,7 @@ def _remember(
         check = guard(indices, detached(bufs))
         if check is None:
             return
-        shortcut = executable.shortcut = Shortcut(check, executable)
+        shortcut = executable.shortcut = Shortcut(check, executable, detached(bufs))
     if _shortcuts.get(key) is not shortcut:
         with _executables_lock:
             if len(_shortcuts) >= KEPT_EXECUTABLES:
@@ -336,17 +460,8 @@ def _remember_outputs(
         _out_shortcuts[key] = OutShortcut(indices, bufs, outs, executable) if again else None
 
 
-def mirrored(
-    results: Sequence[torch.Tensor], leaves: list[Any], structure: Any, shape: torch.Size
-) -> tuple[Any, ...]:
-    """The results in the structure of the arguments, with None where these have None."""
-    remaining = iter(results)
-    items = [None if leaf is None else next(remaining) for leaf in leaves]
-    return tuple(items) if structure is None else structure.rebuild(items, shape)
-
-
 def _key(
-    indices: torch.Tensor, leaves: list[Any], bounds: str, backend: str | None, structure: Any
+    indices: torch.Tensor, buffers: Buffers, bounds: str, backend: str | None
 ) -> tuple[Any, ...] | None:
     """All that an executable depends on; None where a tensor does not tell its layout."""
     try:
@@ -360,31 +475,29 @@ def _key(
                 tensor.data_ptr() & 15,
                 tensor.is_conj(),
                 tensor.is_neg(),
+                tensor._is_zerotensor(),
                 indices.is_cuda and tensor.is_cpu and tensor.is_pinned(),
             )
             # The place of a None belongs to it, because it changes the names of later buffers.
             if tensor is not None
             else None
-            for tensor in leaves
+            for tensor in buffers.leaves
         ]
         kind = (type(indices), indices.layout, indices.is_nested, indices.dtype, indices.device)
-        key = (kind, bounds, backend, structure, *layouts)
+        key = (kind, bounds, backend, buffers.structure, *layouts)
         hash(key)
     except (AttributeError, RuntimeError, TypeError):
         return None
     return key
 
 
-def _make(
-    key: tuple[Any, ...] | None,
-    indices: torch.Tensor,
-    bufs: tuple[Any, ...],
-    leaves: list[Any],
-    tensors: list[Any],
-    bounds: str,
-    backend: str | None,
-) -> Executable | None:
-    """Check everything that ``key`` stands for and make its executable; None without tensors."""
+def check_options(indices: Any, bounds: str, backend: str | None) -> None:
+    """Refuse indices that are none, and options that there are not.
+
+    Raises:
+        TypeError: the indices are no strided tensor of integers.
+        ValueError: an option is unknown.
+    """
     if not isinstance(indices, torch.Tensor):
         raise TypeError(
             f"indices must be a torch.Tensor of integers, got {type(indices).__name__}; "
@@ -404,7 +517,18 @@ def _make(
         raise ValueError(
             f"backend must be None or one of {', '.join(map(repr, BACKEND_NAMES))}, got {backend!r}"
         )
-    labels = labels_of(bufs, leaves)
+
+
+def _make(
+    key: tuple[Any, ...] | None,
+    indices: torch.Tensor,
+    buffers: Buffers,
+    bounds: str,
+    backend: str | None,
+) -> Executable | None:
+    """Check everything that ``key`` stands for and make its executable; None without tensors."""
+    check_options(indices, bounds, backend)
+    tensors, labels = buffers.tensors, buffers.labels()
     for tensor, label in zip(tensors, labels, strict=True):
         check_buffer(tensor, label)
     if not tensors:
@@ -453,15 +577,14 @@ def _remedy(item: Any) -> str:
     return "convert it with torch.as_tensor"
 
 
-def _is_dtensor(tensor: Any) -> bool:
-    """Whether it is a DTensor; asked only where no executable is known: they never have one."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
 def _check_strided(tensor: torch.Tensor, label: str) -> None:
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+    if is_fake(tensor):
+        raise TypeError(
+            f"{label} is a fake tensor, which has no memory, among real ones; make all of them "
+            "fake, or none"
+        )
     if tensor.layout is not torch.strided or tensor.is_nested:
         kind, remedy = f"layout {tensor.layout}", ".to_dense()"
         if tensor.is_nested:
@@ -473,27 +596,11 @@ def _check_strided(tensor: torch.Tensor, label: str) -> None:
         raise TypeError(
             f"{label} is a quantized tensor ({tensor.dtype}); gather its .int_repr() instead"
         )
-    if is_traceable_wrapper_subclass(tensor):
+    if is_traceable_wrapper_subclass(tensor) or lacks_memory(tensor):
         raise TypeError(
-            f"{label} is a {type(tensor).__name__}, which holds other tensors; gather those "
-            "(for a DTensor, .to_local())"
+            f"{label} is a {type(tensor).__name__}, which holds other tensors and has no memory of "
+            "its own; gather those (for a DTensor, .to_local())"
         )
-
-
-def labels_of(bufs: tuple[Any, ...], leaves: list[Any]) -> tuple[str, ...]:
-    """The name of each tensor in the call, such as ``bufs[2]`` or ``bufs[0]['obs']``."""
-    labels = containers.labels(bufs)
-    return tuple(label for label, leaf in zip(labels, leaves, strict=True) if leaf is not None)
-
-
-def _check_memory(tensors: list[torch.Tensor], labels: tuple[str, ...]) -> None:
-    """Refuse tensors without memory, as those are whose storage was freed to be filled again."""
-    for tensor, label in zip(tensors, labels, strict=True):
-        if not tensor.data_ptr() and tensor.numel():
-            raise ValueError(
-                f"{label} has no memory: its storage was freed (resized to 0 bytes); gather before "
-                "that, or after it was filled again"
-            )
 
 
 def common_device(tensors: Sequence[torch.Tensor], labels: Sequence[str]) -> torch.device:
@@ -569,22 +676,21 @@ def _run(
     return results
 
 
-def _flatten_outputs(
-    out: Any, bufs: tuple[Any, ...], leaves: list[Any], structure: Any
-) -> list[Any]:
-    """The output tensors, after checking that ``out`` has the structure of ``bufs``."""
+def flatten_outputs(out: Any, buffers: Buffers) -> list[Any]:
+    """The output tensors, after checking that ``out`` has the structure of the buffers."""
+    count = len(buffers.arguments)
     outs: list[Any] | None = None
-    if isinstance(out, (tuple, list)) and len(out) == len(bufs):
-        outs, out_structure = containers.flatten(tuple(out), "out", writable=True)
-        if not containers.alike(structure, out_structure, len(bufs)):
+    if isinstance(out, (tuple, list)) and len(out) == count:
+        outs, structure = containers.flatten(tuple(out), "out", writable=True)
+        if not containers.alike(buffers.structure, structure, count):
             outs = None
     if outs is None:
         raise ValueError(
-            f"out must be a tuple with one item per buffer argument ({len(bufs)}), in the same "
+            f"out must be a tuple with one item per buffer argument ({count}), in the same "
             f"structure, got {type(out).__name__}"
             + (f" of length {len(out)}" if isinstance(out, (tuple, list)) else "")
         )
-    for number, (leaf, item) in enumerate(zip(leaves, outs, strict=True)):
+    for number, (leaf, item) in enumerate(zip(buffers.leaves, outs, strict=True)):
         if (leaf is None) != (item is None):
             raise ValueError(
                 f"out must have None exactly where the buffers have None; leaf {number} differs"

@@ -2,14 +2,21 @@
 
 On CUDA the gradients of all buffers are added in one launch of the cupy backend's kernel, otherwise
 by torch buffer by buffer. `kernel_for` decides.
+
+The gather and its transpose, the sum of rows, are linear and each other's derivative, so the two
+nodes here are enough for every order, and tangents of forward mode are gathered and summed like
+values. Where torch transforms or traces, the nodes are made inside of its operators, see `operator`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from . import dispatch
@@ -19,17 +26,79 @@ from .bounds import as_int64, resolve
 from .launch import current_device, fast_allocation
 from .request import contiguous_strides
 
+Run = Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
 # Number of active modes that see every operator, such as that of fake tensors.
 dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
+# Whether a transform of torch.func is active, and whether a tensor is one of its wrappers.
+transforming: Callable[[], bool] = getattr(
+    torch._C, "_are_functorch_transforms_active", lambda: False
+)
+_functorch = getattr(torch._C, "_functorch", None)
+is_wrapped: Callable[[torch.Tensor], bool] = getattr(
+    _functorch, "is_functorch_wrapped_tensor", lambda tensor: False
+)
 
-class Gather(torch.autograd.Function):
+
+def forward_mode() -> bool:
+    """Whether forward-mode derivatives are being computed, so that a tensor may have a tangent."""
+    level: int = forward_ad._current_level
+    return level >= 0 and forward_ad._is_fwd_grad_enabled()
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a dual number of forward-mode AD, which has one level, of number 0."""
+    return torch._VF._unpack_dual(tensor, level=0)[1] is not None  # type: ignore[attr-defined]
+
+
+def is_differentiable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a type that has derivatives."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+Layout = tuple[torch.Size, torch.dtype, torch.device]
+
+
+def layouts(outputs: Sequence[torch.Tensor]) -> list[Layout | None]:
+    """Shape, dtype and device of the outputs that can have tangents."""
+    return [
+        (out.shape, out.dtype, out.device) if is_differentiable(out) else None for out in outputs
+    ]
+
+
+def materialised(
+    tangents: Sequence[torch.Tensor | None], outputs: Sequence[Layout | None]
+) -> tuple[torch.Tensor | None, ...]:
+    """Zeros in place of missing tangents: torch takes no None of an output that can have one."""
+    return tuple(
+        torch.zeros(each[0], dtype=each[1], device=each[2])
+        if tangent is None and each is not None
+        else tangent
+        for tangent, each in zip(tangents, outputs, strict=True)
+    )
+
+
+class Node(torch.autograd.Function):
+    """A node of autograd's graph, whatever transforms of torch.func are around it."""
+
+    @classmethod
+    def call(cls, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        """`apply` for tensors that no transform has wrapped, or that it has unwrapped already.
+
+        Without its look at the signature of ``forward``, which takes longer than the gather.
+        """
+        with enable_single_level_autograd_function() if transforming() else nullcontext():
+            return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[no-any-return,misc]
+
+
+class Gather(Node):
     """The gather as one node of the graph, with every buffer that requires a gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        run: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+        run: Run,
+        dual: bool,
         indices: torch.Tensor,
         bounds: str,
         backend: str | None,
@@ -38,72 +107,103 @@ class Gather(torch.autograd.Function):
         """Run the gather.
 
         Args:
-            ctx: autograd's context.
-            run: gathers from the buffers that it is given.
+            run: gathers by the indices from the buffers that it is given.
+            dual: whether a buffer may have a tangent, which ``setup_context`` cannot see.
             indices: the indices, any shape.
             bounds: the bounds mode.
             backend: the backend that the caller insists on.
             buffers: the buffers, not all of them differentiable.
         """
-        remember(ctx, indices, bounds, backend, buffers)
-        ctx.set_materialize_grads(False)
-        outputs = run(detached(buffers))
+        return tuple(run(indices, detached(buffers)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        """Keep what the derivatives need."""
+        _, dual, indices, ctx.bounds, ctx.backend, *buffers = inputs
+        ctx.rows = [buffer.shape[0] for buffer in buffers]
+        ctx.device = buffers[0].device
+        keep(ctx, indices, dual, output)
         # As with b[indices], the rows of a buffer that requires no gradient require none.
-        wanted = ctx.needs_input_grad[4:]
+        wanted = ctx.needs_input_grad[5:]
         if not all(wanted):
             ctx.mark_non_differentiable(
-                *(out for out, want in zip(outputs, wanted, strict=True) if not want)
+                *(
+                    out
+                    for out, want in zip(output, wanted, strict=True)
+                    if not want and not (dual and is_differentiable(out))
+                )
             )
-        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """See `gradients_of`."""
-        return (None, None, None, None, *gradients_of(ctx, ctx.needs_input_grad[4:], gradients))
+        return (*[None] * 5, *gradients_of(ctx, ctx.needs_input_grad[5:], gradients))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """The rows of the buffers' tangents."""
+        (indices,) = ctx.saved_tensors
+        return materialised(gather_again(indices, ctx.bounds, tangents[5:]), ctx.outputs)
 
 
-class ScatterAdd(torch.autograd.Function):
-    """The kernel as a node of the graph, for higher derivatives: its own is the gather."""
+class ScatterAdd(Node):
+    """The sum of rows as a node of the graph, for higher derivatives: its own is the gather."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        kernel: CudaBackend,
+        run: Run,
+        dual: bool,
         indices: torch.Tensor,
         bounds: str,
-        shapes: Sequence[torch.Size],
+        backend: str | None,
+        rows: Sequence[int],
         *gradients: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """See `add_by_kernel`, which it calls without a graph."""
-        ctx.save_for_backward(indices)
-        ctx.bounds = bounds
-        ctx.set_materialize_grads(False)
-        return tuple(add_by_kernel(kernel, indices, bounds, shapes, gradients))
+        """Run the sum.
+
+        Args:
+            run: adds up the gradients that it is given, by the indices.
+            dual: whether a gradient may have a tangent.
+            indices: of the gather.
+            bounds: its bounds mode.
+            backend: the backend that the caller insists on.
+            rows: of each sum.
+            gradients: of the gathered rows.
+        """
+        return tuple(run(indices, detached(gradients)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        """Keep what the derivatives need."""
+        _, dual, indices, ctx.bounds, ctx.backend, ctx.rows, *_ = inputs
+        keep(ctx, indices, dual, output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Gather the rows of the gradients of the sums."""
         (indices,) = ctx.saved_tensors
-        return (None, None, None, None, *gather_again(indices, ctx.bounds, gradients))
+        return (*[None] * 6, *gather_again(indices, ctx.bounds, gradients))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """The sums of the tangents' rows."""
+        (indices,) = ctx.saved_tensors
+        sums = sum_rows(indices, ctx.bounds, ctx.backend, ctx.rows, tangents[6:])
+        return materialised(sums, ctx.outputs)
+
+
+def keep(ctx: Any, indices: torch.Tensor, dual: bool, output: Sequence[torch.Tensor]) -> None:
+    """Keep in autograd's context what both nodes need."""
+    ctx.save_for_backward(indices)
+    ctx.set_materialize_grads(False)
+    if dual:
+        ctx.save_for_forward(indices)
+        ctx.outputs = layouts(output)
 
 
 def detached(buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The buffers outside of the graph."""
     return [buffer.detach() if buffer.requires_grad else buffer for buffer in buffers]
-
-
-def remember(
-    ctx: Any,
-    indices: torch.Tensor,
-    bounds: str,
-    backend: str | None,
-    buffers: Sequence[torch.Tensor],
-) -> None:
-    """Keep in autograd's context what `gradients_of` needs."""
-    ctx.save_for_backward(indices)
-    ctx.bounds, ctx.backend = bounds, backend
-    ctx.shapes = [buffer.shape for buffer in buffers]
-    ctx.device = buffers[0].device
 
 
 def gradients_of(
@@ -116,7 +216,7 @@ def gradients_of(
     is told to be deterministic, so repeated indices may round differently from run to run.
 
     Args:
-        ctx: autograd's context, filled by `remember`.
+        ctx: the context of `Gather`.
         wanted: which buffers need a gradient.
         gradients: of the outputs.
 
@@ -127,28 +227,96 @@ def gradients_of(
     device = ctx.device
     # Buffers in pinned host memory have their gradients there, unlike their outputs.
     indices = indices.to(device)
-    found = {
-        number: gradient if gradient.device == device else gradient.to(device)
-        for number, gradient in enumerate(gradients)
-        if gradient is not None and wanted[number]
-    }
+    moved = [
+        None
+        if gradient is None or not want
+        else gradient
+        if gradient.device == device
+        else gradient.to(device)
+        for gradient, want in zip(gradients, wanted, strict=True)
+    ]
+    return sum_rows(indices, ctx.bounds, ctx.backend, ctx.rows, moved)
+
+
+def sum_rows(
+    indices: torch.Tensor,
+    bounds: str,
+    backend: str | None,
+    rows: Sequence[int],
+    gradients: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor | None]:
+    """Add rows to zeros, to the rows there that the indices select; differentiable.
+
+    Args:
+        indices: of the gather.
+        bounds: its bounds mode.
+        backend: the backend that the caller insists on.
+        rows: of each sum.
+        gradients: of shape ``indices.shape + sum.shape[1:]``; None gives None.
+
+    Returns:
+        The sums, of the gradients' types.
+    """
+    numbers = [number for number, gradient in enumerate(gradients) if gradient is not None]
     results: list[torch.Tensor | None] = [None] * len(gradients)
-    kernel = kernel_for(ctx.backend, indices, list(found.values()))
-    if kernel is not None:
-        count = max(1, indices.numel())
-        some = {n: each for n, each in found.items() if _scatter_add.supported(each, count)}
-        if some:
-            shapes = [ctx.shapes[number] for number in some]
-            sums = add_by_kernel(kernel, indices, ctx.bounds, shapes, list(some.values()))
-            for number, total in zip(some, sums, strict=True):
-                results[number] = total
-    rest = {n: each for n, each in found.items() if results[n] is None}
-    if rest:
-        shapes = [ctx.shapes[number] for number in rest]
-        sums = add_by_torch(indices, ctx.bounds, shapes, list(rest.values()))
-        for number, total in zip(rest, sums, strict=True):
-            results[number] = total
+    if not numbers:
+        return results
+    found: list[Any] = [gradients[number] for number in numbers]
+    sizes = [rows[number] for number in numbers]
+
+    def run(index: torch.Tensor, added: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return sums_of(index, bounds, backend, sizes, added)
+
+    sums: Sequence[torch.Tensor]
+    if in_operator():
+        sums = torch.ops.multigather.add_rows.default(indices, found, sizes, bounds, backend)
+    elif (dual := forward_mode()) or (
+        torch.is_grad_enabled() and any(each.requires_grad for each in found)
+    ):
+        sums = ScatterAdd.call(run, dual, indices, bounds, backend, sizes, *found)
+    else:
+        sums = run(indices, found)
+    for number, total in zip(numbers, sums, strict=True):
+        results[number] = total
     return results
+
+
+def in_operator() -> bool:
+    """Whether torch looks at every operation, so that ours must be operators of torch."""
+    return transforming() or is_compiling() or bool(dispatch_modes())
+
+
+def sums_of(
+    indices: torch.Tensor,
+    bounds: str,
+    backend: str | None,
+    rows: Sequence[int],
+    gradients: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """`sum_rows` without a graph: by the kernel what it can add, the rest by torch."""
+    shapes = [
+        torch.Size((size, *gradient.shape[indices.dim() :]))
+        for size, gradient in zip(rows, gradients, strict=True)
+    ]
+    kernel = kernel_for(backend, indices, gradients)
+    count = max(1, indices.numel())
+    sums: dict[int, torch.Tensor] = {}
+    for by_kernel in (True, False):
+        numbers = [
+            number
+            for number, gradient in enumerate(gradients)
+            if (kernel is not None and _scatter_add.supported(gradient, count)) == by_kernel
+        ]
+        if not numbers:
+            continue
+        chosen = [shapes[number] for number in numbers], [gradients[number] for number in numbers]
+        if by_kernel:
+            assert kernel is not None
+            some = add_by_kernel(kernel, indices, bounds, *chosen)
+        else:
+            some = add_by_torch(indices, bounds, *chosen)
+        sums |= zip(numbers, some, strict=True)
+    return [sums[number] for number in range(len(gradients))]
 
 
 def kernel_for(
@@ -190,10 +358,7 @@ def add_by_kernel(
     shapes: Sequence[torch.Size],
     gradients: Sequence[torch.Tensor],
 ) -> Sequence[torch.Tensor]:
-    """The sums of buffers of these shapes, in one launch, as a node of the graph if one is made."""
-    if torch.is_grad_enabled() and any(gradient.requires_grad for gradient in gradients):
-        arguments = (kernel, indices, bounds, shapes, *gradients)
-        return ScatterAdd.apply(*arguments)  # type: ignore[no-untyped-call,no-any-return]
+    """The sums of buffers of these shapes, in one launch."""
     sums = _zeros(shapes, gradients)
     _scatter_add.scatter_add(kernel, indices, bounds, gradients, sums)
     return sums
@@ -271,19 +436,14 @@ def gather_again(
     results: list[torch.Tensor | None] = [None] * len(buffers)
     for size in {len(buffer) for buffer in found.values()}:
         some = {number: buffer for number, buffer in found.items() if len(buffer) == size}
-        selected, bad = resolve(as_int64(indices), size, bounds)
-        if bad is not None:
-            selected = torch.where(bad, -1, selected)
-        if is_plain(selected, *some.values()):
-            gathered = gather(selected, *some.values(), bounds="fill")
-        else:
-            gathered = tuple(_filled(buffer, selected) for buffer in some.values())
+        selected = marked(indices, size, bounds)
+        gathered = gather(selected, *some.values(), bounds="fill")
         for number, rows in zip(some, gathered, strict=True):
             results[number] = rows
     return results
 
 
-def _filled(buffer: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
-    """The gather in mode "fill" of a buffer without memory, by operations that know such."""
-    bad = (selected < 0).view(*selected.shape, *[1] * (buffer.dim() - 1))
-    return torch.where(bad, 0, buffer[selected.clamp(min=0)])
+def marked(indices: torch.Tensor, rows: int, bounds: str) -> torch.Tensor:
+    """The row numbers that indices select, as int64; -1 where they select none."""
+    selected, bad = resolve(as_int64(indices), rows, bounds)
+    return selected if bad is None else torch.where(bad, -1, selected)

@@ -42,6 +42,21 @@ def resolve(
     return torch.where(bad, 0, selected), bad
 
 
+def index_rows(buffer: torch.Tensor, indices: torch.Tensor, bounds: str) -> torch.Tensor:
+    """The gather of one buffer by operations that every kind of tensor has, ``buffer[rows]``.
+
+    For tensors without memory of their own to read: traced ones, and those of a class that decides
+    itself what indexing means. In mode "raise" a bad index selects a row of zeros.
+    """
+    if buffer.shape[0] == 0:
+        return buffer.new_zeros((*indices.shape, *buffer.shape[1:]))
+    selected, bad = resolve(as_int64(indices), buffer.shape[0], bounds)
+    rows = buffer[selected]
+    if bad is None:
+        return rows
+    return rows.masked_fill(bad.view(*bad.shape, *[1] * (buffer.dim() - 1)), 0)
+
+
 def raise_if_bad(indices: torch.Tensor, shape: torch.Size, request: Request, site: Site) -> None:
     """Raise `IndexError` for the first bad index of the "raise" mode; waits for the device.
 

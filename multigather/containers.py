@@ -254,6 +254,54 @@ def flatten(
     return leaves, Structure(spec, tuple(nodes))
 
 
+class Buffers:
+    """The buffers of a call, taken apart.
+
+    Attributes:
+        arguments: as the caller gave them.
+        leaves: tensors, None, and what can be neither, see `flatten`.
+        structure: what puts results together again.
+        tensors: the leaves without None.
+
+    Args:
+        arguments: of a call.
+    """
+
+    __slots__ = ("arguments", "leaves", "structure", "tensors")
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self.arguments = arguments
+        self.leaves, self.structure = flatten(arguments)
+        self.tensors = [leaf for leaf in self.leaves if leaf is not None]
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> Buffers:
+        """The same arguments with other tensors in the places of theirs."""
+        other = object.__new__(Buffers)
+        other.arguments, other.structure = self.arguments, self.structure
+        remaining = iter(tensors)
+        other.leaves = [None if leaf is None else next(remaining) for leaf in self.leaves]
+        other.tensors = list(tensors)
+        return other
+
+    def labels(self) -> tuple[str, ...]:
+        """The name of each tensor in the call, such as ``bufs[2]`` or ``bufs[0]['obs']``."""
+        names = labels(self.arguments, self.structure)
+        return tuple(
+            name for name, leaf in zip(names, self.leaves, strict=True) if leaf is not None
+        )
+
+    def mirrored(self, results: Sequence[torch.Tensor], shape: torch.Size) -> tuple[Any, ...]:
+        """A result for each tensor in the structure of the arguments, None where these have None.
+
+        Args:
+            results: one for each tensor.
+            shape: of the indices.
+        """
+        remaining = iter(results)
+        items = [None if leaf is None else next(remaining) for leaf in self.leaves]
+        return tuple(items) if self.structure is None else self.structure.rebuild(items, shape)
+
+
 def alike(one: Structure | None, other: Structure | None, count: int) -> bool:
     """Whether two calls with so many arguments have containers of the same form.
 
@@ -276,9 +324,22 @@ def _form(structure: Structure | None, count: int) -> tuple[Any, ...]:
     return structure.spec, tuple(map(form, structure.nodes))
 
 
-def labels(bufs: tuple[Any, ...], name: str = "bufs") -> list[str]:
+def copied(bufs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments in containers of their own, which their owner cannot change; no data is copied.
+
+    Dicts, lists and what else torch's pytree knows are made anew, TensorDicts copied with their
+    tensors shared.
+    """
+    if all(buf is None or isinstance(buf, torch.Tensor) for buf in bufs):
+        return bufs
+    result: tuple[Any, ...] = pytree.tree_map(
+        lambda item: item.copy() if is_tensordict(item) else item, bufs, is_leaf=is_tensordict
+    )
+    return result
+
+
+def labels(bufs: tuple[Any, ...], structure: Structure | None, name: str = "bufs") -> list[str]:
     """The name of each leaf of `flatten`, such as ``bufs[2]`` or ``bufs[0]['obs']``."""
-    _, structure = flatten(bufs)
     paths, _ = pytree.tree_flatten_with_path(bufs, is_leaf=is_tensordict)
     names = [f"{name}{pytree.keystr(path)}" for path, _ in paths]
     if structure is None:

@@ -41,9 +41,9 @@ def read_tensors(module: ModuleType) -> bool:
     """Let the extension read tensors through torch's C interface, if it can be seen to work.
 
     A tensor's Python object holds its ``at::Tensor``, which is one pointer, and ``_cdata`` is that
-    pointer: where they agree for different tensors is where it lies. Two functions of the C
-    interface that torch keeps stable for compiled models, ``aoti_torch_get_data_ptr`` and
-    ``aoti_torch_get_numel``, take it from there. Their answers must be those of the methods.
+    pointer: where they agree for different tensors is where it lies. Functions of the C
+    interface that torch keeps stable for compiled models, ``aoti_torch_get_data_ptr`` and others,
+    take it from there. Their answers must be those of the methods.
     """
     cpu = torch.device("cpu")
     samples = [
@@ -53,20 +53,26 @@ def read_tensors(module: ModuleType) -> bool:
     ]
     if any(type(each) is not torch.Tensor for each in samples):  # imported while torch traces
         return False
+    names = ("data_ptr", "numel", "storage_size", "storage_offset")
     try:
         library = ctypes.CDLL(torch._C.__file__)
-        functions = (library.aoti_torch_get_data_ptr, library.aoti_torch_get_numel)
+        functions = [getattr(library, f"aoti_torch_get_{name}") for name in names]
     except (OSError, AttributeError):
         return False
+
+    def facts(tensor: torch.Tensor) -> tuple[int, ...]:
+        storage = tensor.untyped_storage()
+        return tensor.data_ptr(), tensor.numel(), storage.nbytes(), tensor.storage_offset()
+
     addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
     word = ctypes.sizeof(ctypes.c_void_p)
     for offset in range(object.__basicsize__, torch.Tensor.__basicsize__, word):
         held = [ctypes.c_void_p.from_address(id(each) + offset).value for each in samples]
         if held == [each._cdata for each in samples]:
             module.read_tensors(torch.Tensor, offset, *addresses)
-            if all(module.facts_of(each) == (each.data_ptr(), each.numel()) for each in samples):
+            if all(module.facts_of(each) == facts(each) for each in samples):
                 return True
-            module.read_tensors(None, 0, 0, 0)
+            module.read_tensors(None, 0, 0, 0, 0, 0)
     return False
 
 

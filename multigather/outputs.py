@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .backends.base import flat_row_stride
+from .memory import check_memory, extent, span_of
 from .request import Request, has_contiguous_rows
 
 
@@ -90,7 +91,8 @@ def check_outputs(
     tensors = [*outs, indices, *sources]
     if request.device.type == "meta":
         return
-    extents = [extent(tensor) if tensor.numel() else (0, 0) for tensor in tensors]
+    check_memory(outs, names[: len(outs)])
+    extents = [extent(tensor) for tensor in tensors]
     for number, out in enumerate(outs):
         start, end = extents[number]
         for other in (*range(number), *range(len(outs), len(tensors))):
@@ -102,14 +104,11 @@ def check_outputs(
                 )
 
 
-def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte address of a tensor's elements and the one past the last."""
-    start = tensor.data_ptr()
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
-
-
-def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+def share_memory(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    start_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr,
+) -> bool:
     """Whether two tensors may have a byte in common.
 
     Exact for tensors whose rows are runs of bytes with the same distance, such as columns of one
@@ -117,8 +116,8 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """
     if not a.numel() or not b.numel() or a.device != b.device or a.device.type == "meta":
         return False
-    (a_start, a_end), (b_start, b_end) = extent(a), extent(b)
-    if a_end <= b_start or b_end <= a_start:
+    a_start, b_start = start_of(a), start_of(b)
+    if a_start + span_of(a) <= b_start or b_start + span_of(b) <= a_start:
         return False
     a_run, b_run = _run_of(a), _run_of(b)
     if a_run is None or b_run is None:

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from . import api, containers
+from . import api
 from .backends._torch import SAME_SIZE
+from .containers import Buffers
+from .memory import check_memory
 from .slab import Column, RowLayout
 
 
@@ -33,9 +35,8 @@ def pack(*bufs: Any) -> tuple[Any, ...]:
         ValueError: row counts or devices differ, a buffer has no rows dimension, or it requires
             grad, which a copy into a slab does not hand on.
     """
-    leaves, structure = containers.flatten(bufs)
-    tensors = [leaf for leaf in leaves if leaf is not None]
-    labels = api.labels_of(bufs, leaves)
+    buffers = Buffers(bufs)
+    tensors, labels = buffers.tensors, buffers.labels()
     for tensor, label in zip(tensors, labels, strict=True):
         api.check_buffer(tensor, label)
         if len(tensor) != len(tensors[0]):
@@ -49,8 +50,10 @@ def pack(*bufs: Any) -> tuple[Any, ...]:
                 f"{label}.detach(), and call .requires_grad_() on the result"
             )
     if not tensors:
-        return api.mirrored((), leaves, structure, torch.Size(()))
+        return buffers.mirrored((), torch.Size(()))
     device = api.common_device(tensors, labels)
+    if device.type != "meta":
+        check_memory(tensors, labels)
     pinned = all(tensor.is_pinned() for tensor in tensors)
     columns = [Column(tensor.dtype, tuple(tensor.shape[1:])) for tensor in tensors]
     fields = _fields(len(tensors[0]), RowLayout.of(columns), device, pinned)
@@ -59,7 +62,7 @@ def pack(*bufs: Any) -> tuple[Any, ...]:
         as_bytes = SAME_SIZE[field.itemsize]
         values = tensor.detach().resolve_conj().resolve_neg()
         field.view(as_bytes).copy_(values.view(as_bytes))
-    return api.mirrored(fields, leaves, structure, torch.Size((len(tensors[0]),)))
+    return buffers.mirrored(fields, torch.Size((len(tensors[0]),)))
 
 
 def alloc(

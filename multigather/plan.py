@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from . import api, containers
 from .autograd import detached
+from .containers import Buffers
 from .nvtx import ranged
 from .shortcut import OutShortcut, Shortcut, guard
 
@@ -27,11 +29,11 @@ class Plan:
     """
 
     def __init__(self, bufs: tuple[Any, ...], bounds: str, backend: str | None) -> None:
-        self._bufs = bufs
+        # The containers are the plan's own: what their owner changes later is no concern of it.
+        self._buffers = buffers = Buffers(containers.copied(bufs))
         self._bounds = bounds
         self._backend = backend
-        self._leaves, self._structure = containers.flatten(bufs)
-        self._tensors = tuple(leaf for leaf in self._leaves if leaf is not None)
+        self._tensors = tuple(buffers.tensors)
         self._flat = len(self._tensors) == len(bufs) and all(
             isinstance(buf, torch.Tensor) for buf in bufs
         )
@@ -42,12 +44,12 @@ class Plan:
         first = self._tensors[0] if self._tensors else None
         device = first.device if isinstance(first, torch.Tensor) else "cpu"
         none = torch.empty(0, dtype=torch.int64, device=device)
-        api.gather_checked(none, bufs, None, bounds, backend)
+        api.gather_checked(none, buffers, None, bounds, backend)
         self._layouts = tuple(map(_layout, self._tensors))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of a plan, in another process too, is a plan made for the copied buffers."""
-        return Plan, (self._bufs, self._bounds, self._backend)
+        return Plan, (self._buffers.arguments, self._bounds, self._backend)
 
     @ranged("multigather.plan")
     def __call__(self, indices: torch.Tensor, out: Sequence[Any] | None = None) -> tuple[Any, ...]:
@@ -65,11 +67,11 @@ class Plan:
             TypeError, ValueError, IndexError, UnsupportedError: as `multigather.gather`.
         """
         if is_dynamo_compiling():
-            return api.gather(
-                indices, *self._bufs, out=out, bounds=self._bounds, backend=self._backend
-            )
+            return api.in_graph(indices, self._buffers, out, self._bounds, self._backend)
         results: tuple[Any, ...] | None
-        if out is None:
+        if forward_ad._current_level >= 0:
+            pass  # a buffer may have a tangent now, which no guard looks at
+        elif out is None:
             # Mostly the indices are of the last call's type: to ask for it takes longer.
             shortcut = self._latest
             results = shortcut.run(indices, self._tensors) if shortcut is not None else None
@@ -80,7 +82,7 @@ class Plan:
             if results is not None:
                 if self._flat:
                     return results
-                return api.mirrored(results, self._leaves, self._structure, indices.shape)
+                return self._buffers.mirrored(results, indices.shape)
         else:
             known = self._into.get(id(out[0])) if isinstance(out, (tuple, list)) and out else None
             results = known.run(indices, self._tensors, out) if known is not None else None
@@ -97,7 +99,7 @@ class Plan:
                     f"plan was made and has {_text(_layout(tensor))} now; make a new plan"
                 )
         results, executable = api.gather_checked(
-            indices, self._bufs, out, self._bounds, self._backend
+            indices, self._buffers, out, self._bounds, self._backend
         )
         if executable is not None and out is None:
             self._learn(indices, executable)
@@ -109,7 +111,8 @@ class Plan:
 
     def explain(self, indices: torch.Tensor) -> Any:
         """As `multigather.explain` for the plan's buffers."""
-        return api.explain(indices, *self._bufs, bounds=self._bounds, backend=self._backend)
+        indices = containers.as_indices(indices)
+        return api.explain_buffers(indices, self._buffers, self._bounds, self._backend)
 
     def _run_another(self, indices: Any) -> tuple[torch.Tensor, ...] | None:
         """Run the shortcut for the indices' type, if it is not the latest."""
@@ -125,8 +128,7 @@ class Plan:
             check = guard(indices, detached(self._tensors))
             if check is None:
                 return
-            addresses = tuple(tensor.data_ptr() for tensor in self._tensors)
-            shortcut = Shortcut(check, executable, addresses)
+            shortcut = Shortcut(check, executable, detached(self._tensors), fixed=True)
             self._shortcuts[indices.dtype] = self._latest = shortcut
         shortcut.learn(indices, self._tensors)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,7 +39,8 @@ from .launch import (
     fast_allocation,
     launch_function,
 )
-from .outputs import extent, mark_written
+from .memory import extent, has_memory, is_aligned, span_of
+from .outputs import mark_written
 from .pinned import announce_reads
 from .request import Request, bucket_of, contiguous_strides
 
@@ -74,7 +75,8 @@ class Shortcut:
     Args:
         check: guard for the layout of ``(indices, *buffers)``.
         executable: what gathers from buffers of this layout.
-        addresses: of the buffers, if it is for buffers at these addresses only.
+        buffers: some of this layout.
+        fixed: whether it is for buffers at the addresses of these only.
 
     Attributes:
         run: takes (indices, buffers), anything at all, and returns new outputs; or None, having
@@ -82,17 +84,23 @@ class Shortcut:
     """
 
     def __init__(
-        self, check: Check, executable: Executable, addresses: tuple[int, ...] | None = None
+        self,
+        check: Check,
+        executable: Executable,
+        buffers: Sequence[torch.Tensor],
+        fixed: bool = False,
     ) -> None:
         self.check = check
         self.executable = executable
+        addresses = tuple(buffer.data_ptr() for buffer in buffers) if fixed else None
         self._addresses = addresses
+        self._needs = needs = Needs.of(buffers)
         self._launches: dict[int, Prepared] = {}
         self._native = native_launches()
         run: Run | None = None
         if executable.on_cuda:
             repeated = native_launch if self._native else repeated_launch
-            run = repeated(check, executable.request, self._launches, addresses)
+            run = repeated(check, executable.request, self._launches, needs, addresses)
         # Layout of a compiled gather, or operations of torch: what the calls so far did.
         self._way: bytes | tuple[Operation, ...] = ()
         self._buckets: set[int] = set()
@@ -158,12 +166,16 @@ class Shortcut:
             return None
         if self._has_moved(buffers):
             return None
-        gather = functools.partial(self._run_detached, indices)
         if not torch.is_grad_enabled():
-            return tuple(gather(detached(buffers)))
+            return tuple(self._run_detached(indices, detached(buffers)))
         executable = self.executable
-        return Gather.apply(  # type: ignore[no-any-return,no-untyped-call]
-            gather, indices, executable.request.bounds, executable.name, *buffers
+        return Gather.call(
+            self._run_detached,
+            False,
+            indices,
+            executable.request.bounds,
+            executable.name,
+            *buffers,
         )
 
     def _has_moved(self, buffers: Sequence[torch.Tensor]) -> bool:
@@ -233,11 +245,18 @@ class Shortcut:
                     runner,
                     self._buckets,
                     self._run,
+                    self._needs,
                     self._addresses,
                 )
                 if isinstance(runner, CopyRunner)
                 else repeated_select(
-                    self.check, runner.operations(), self._buckets, self._failed, self._addresses
+                    self.check,
+                    runner.operations(),
+                    self.executable.request.index_dtype.itemsize,
+                    self._buckets,
+                    self._failed,
+                    self._needs,
+                    self._addresses,
                 )
             ) or self._run
         if way != self._way:
@@ -255,7 +274,9 @@ class Shortcut:
                 return None
         except TypeError:  # not tensors
             return None
-        if self._has_moved(buffers):
+        if self._has_moved(buffers) or not (
+            self._needs.met(buffers) and is_readable(indices, indices.numel())
+        ):
             return None
         shape = indices.shape
         runner = self.executable.runners.get(bucket_of(shape[0]))
@@ -266,6 +287,32 @@ class Shortcut:
         if self.executable.on_cuda:
             faults.raise_pending(self.executable.request.device)
         return tuple(runner(indices, shape, buffers, None))
+
+
+class Needs(NamedTuple):
+    """What memory tensors of one layout must have; a guard does not look at that.
+
+    Attributes:
+        items: bytes of an element of each.
+        spans: bytes of all elements of each, see `span_of`.
+    """
+
+    items: tuple[int, ...]
+    spans: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> Needs:
+        """The needs of these."""
+        return cls(tuple(tensor.element_size() for tensor in tensors), tuple(map(span_of, tensors)))
+
+    def met(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these have memory, at addresses that suit their types."""
+        return all(map(has_memory, tensors, self.spans)) and all(map(is_aligned, tensors))
+
+
+def is_readable(indices: torch.Tensor, count: int) -> bool:
+    """Whether so many contiguous indices have memory that a load can read."""
+    return has_memory(indices, count * indices.itemsize) and is_aligned(indices)
 
 
 def in_shape(
@@ -318,6 +365,7 @@ class OutShortcut:
         self._executable = executable
         self._count = indices.numel()
         self._addresses = [tensor.data_ptr() for tensor in (*buffers, *outs)]
+        self._needs = Needs.of((*buffers, *outs))
         self._extents = [extent(out) for out in outs if out.numel()]
         runner = executable.runners.get(bucket_of(self._count))
         self._runner = runner
@@ -349,6 +397,7 @@ class OutShortcut:
             self._count,
             index_bytes,
             self._addresses,
+            *self._needs,
             [address for extent in self._extents for address in extent],
             KernelRunner.places(self._executable.request),
             mark_written,
@@ -368,7 +417,10 @@ class OutShortcut:
             return None
         addresses = [tensor.data_ptr() for tensor in buffers]
         addresses += [tensor.data_ptr() for tensor in outs]
-        if addresses != self._addresses:
+        if addresses != self._addresses or not (
+            all(map(has_memory, (*buffers, *outs), self._needs.spans))
+            and is_readable(indices, self._count)
+        ):
             return None
         start = indices.data_ptr()
         end = start + self._count * indices.itemsize
@@ -417,8 +469,10 @@ def guard(indices: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Check | Non
 def repeated_select(
     check: Check,
     operations: Sequence[Operation],
+    index_bytes: int,
     buckets: set[int],
     failed: Run,
+    needs: Needs,
     addresses: tuple[int, ...] | None = None,
 ) -> Run:
     """`Shortcut.run` for a CPU, generated for the buffers: one torch operation each.
@@ -428,11 +482,17 @@ def repeated_select(
     Args:
         check: guard for the layout of ``(indices, *buffers)``.
         operations: the operation of each buffer, see `SelectRunner.operations`.
+        index_bytes: of one index.
         buckets: those numbers of indices, by `bucket_of`, that the operations are for.
         failed: gathers after an operation has refused the indices.
+        needs: of the buffers.
         addresses: of the buffers, if it is for buffers at these addresses only.
     """
-    scope: dict[str, Any] = {"check": check, "buckets": buckets, "failed": failed}
+    scope: dict[str, Any] = {
+        "check": check,
+        "buckets": buckets,
+        "failed": failed,
+    }
     rows = []
     for k, (operation, view, dtype) in enumerate(operations):
         scope |= {f"operation{k}": operation, f"view{k}": view, f"dtype{k}": dtype}
@@ -450,6 +510,7 @@ def repeated_select(
             f"    if b{k}.data_ptr() != {address}: return None"
             for k, address in enumerate(addresses or ())
         ),
+        *in_memory(needs, index_bytes),
         "    try:",
         f"        return ({', '.join(rows)},)",
         "    except (IndexError, RuntimeError):",
@@ -459,12 +520,31 @@ def repeated_select(
     return scope["run"]  # type: ignore[no-any-return]
 
 
+def in_memory(needs: Needs, index_bytes: int) -> list[str]:
+    """Lines of generated code, `Needs.met` and `is_readable` without the calls: else None."""
+    checks = [
+        f"b{k}.untyped_storage().nbytes() >= {span} + {item} * b{k}.storage_offset()"
+        for k, (item, span) in enumerate(zip(*needs, strict=True))
+        if span
+    ]
+    checks.append(
+        f"indices.untyped_storage().nbytes() >= {index_bytes} * (count + indices.storage_offset())"
+    )
+    return [
+        f"    if not ({' and '.join(checks)}):",
+        "        return None",
+        f"    if indices.data_ptr() & {index_bytes - 1}:",
+        "        return None",
+    ]
+
+
 def native_copy(
     check: Check,
     request: Request,
     runner: CopyRunner,
     buckets: set[int],
     failed: Run,
+    needs: Needs,
     addresses: tuple[int, ...] | None = None,
 ) -> Run | None:
     """`Shortcut.run` for the native backend, compiled from the guard to the outputs.
@@ -475,6 +555,7 @@ def native_copy(
         runner: what gathers.
         buckets: those numbers of indices, by `bucket_of`, that it gathers.
         failed: raises for an index that is out of range.
+        needs: of the buffers.
         addresses: of the buffers, if it is for buffers at these addresses only.
 
     Returns:
@@ -492,6 +573,7 @@ def native_copy(
         runner.bounds,
         runner.index_type,
         failed,
+        *needs,
         addresses,
     )
 
@@ -519,6 +601,7 @@ def native_launch(
     check: Check,
     request: Request,
     launches: dict[int, Prepared],
+    needs: Needs,
     addresses: tuple[int, ...] | None = None,
 ) -> Run | None:
     """`repeated_launch`, compiled; ``launches`` has each `Launch.native` and its `outputs_of`.
@@ -540,9 +623,11 @@ def native_launch(
         device.index,
         faults.board_of(device).address,
         functools.partial(faults.raise_pending, device),
+        request.index_dtype.itemsize,
         masks if addresses is None else [2**64 - 1] * len(masks),
         addresses or [0] * len(masks),
         KernelRunner.places(request),
+        *needs,
     )
 
 
@@ -550,6 +635,7 @@ def repeated_launch(
     check: Check,
     request: Request,
     launches: dict[int, Prepared],
+    needs: Needs,
     addresses: tuple[int, ...] | None = None,
 ) -> Run | None:
     """`Shortcut.run` for a GPU, generated for the request's buffers.
@@ -562,6 +648,7 @@ def repeated_launch(
         request: the gather.
         launches: `Launch.facts` of launches into new outputs from contiguous indices, by the number
             of indices.
+        needs: of the buffers.
         addresses: of the buffers, if it is for buffers at these addresses only.
 
     Returns:
@@ -597,9 +684,6 @@ def repeated_launch(
     elsewhere = " or ".join(
         f"({' | '.join(names)}) & {mask}" for mask, names in checks.items() if mask
     )
-    # Nor does it know whether there is memory: a storage can be freed and its tensor stay.
-    lacking = f"not ({' and '.join(f's{k}' for k in numbers)})"
-    elsewhere = " or ".join(filter(None, (elsewhere, lacking)))
     if addresses is not None:
         elsewhere = " or ".join(f"s{k} != {address}" for k, address in enumerate(addresses))
     pointers = ", ".join(f"s{k}, o{k}.data_ptr()" for k in KernelRunner.order(request))
@@ -613,6 +697,7 @@ def repeated_launch(
         f"    ({', '.join(f'b{k}' for k in numbers)},) = buffers",
         *(f"    s{k} = b{k}.data_ptr()" for k in numbers),
         *([f"    if {elsewhere}:", "        return None"] if elsewhere else []),
+        *in_memory(needs, request.index_dtype.itemsize),
         *allocating,
         "    function, grid, threads, shared_bytes, write, pool, launch = launches[count]",
         "    try:",

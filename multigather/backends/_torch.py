@@ -15,6 +15,7 @@ import torch
 from .. import faults
 from ..bounds import as_int64, raise_if_bad, resolve
 from ..launch import current_stream
+from ..memory import is_aligned
 from ..request import Request, Site
 from .base import Config, Refusal, Runner, config_of, flat_row_stride
 
@@ -118,10 +119,14 @@ class SelectRunner:
             for field in request.fields
         ]
         self._dtypes = [field.dtype for field in request.fields]
+        # On a GPU to load an element from an address that its type may not have ends the context.
+        self._misaligned = [
+            field.alignment < min(field.dtype.itemsize, 16) for field in request.fields
+        ]
         # index_select checks no index where there is nothing to copy.
         self._empty_rows = any(not field.row_bytes for field in request.fields)
         self._on_cpu = request.device.type in ("cpu", "meta")
-        self._check_first = False
+        self._check_first = any(self._misaligned)
         self._fewest_rows = min(field.rows for field in request.fields)
 
     def __call__(
@@ -220,7 +225,8 @@ class SelectRunner:
             if field.rows == 0:
                 # Only fill reaches this with any index: a row of zeros for each.
                 result = out if out is not None else self._empty(number, shape)
-                self._flat(number, result, len(wide)).zero_()
+                as_bytes = not is_aligned(result)
+                self._flat(number, result, len(wide), as_bytes).zero_()
                 results.append(result)
                 continue
             result = self._select(number, source, rows, shape, out)
@@ -247,6 +253,14 @@ class SelectRunner:
         shape: torch.Size,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
+        if self._misaligned[number] or (out is not None and not is_aligned(out)):
+            if out is None:
+                out = self._empty(number, shape)
+            as_bytes = source.unsqueeze(-1).view(torch.uint8)
+            index_select(
+                as_bytes, 0, rows, out=self._flat(number, out, rows.shape[0], as_bytes=True)
+            )
+            return out
         view = self._views[number]
         if view is not None:
             source = source.view(view)
@@ -261,23 +275,29 @@ class SelectRunner:
         operation(source, 0, rows, out=self._flat(number, out, rows.shape[0]))
         return out
 
-    def _flat(self, number: int, out: torch.Tensor, count: int) -> torch.Tensor:
-        """The output as one dimension of rows, in the type it is copied as."""
+    def _flat(
+        self, number: int, out: torch.Tensor, count: int, as_bytes: bool = False
+    ) -> torch.Tensor:
+        """The output as one dimension of rows, in the type it is copied as.
+
+        With ``as_bytes`` each element is its bytes, in one more dimension.
+        """
         field = self._request.fields[number]
         if out.requires_grad:
             out = out.detach()
         view = self._views[number]
-        if view is not None:
+        if view is not None and not as_bytes:
             out = out.view(view)
         leading = out.dim() - len(field.row_shape)
-        if leading == 1:
-            return out
-        stride = flat_row_stride(out, leading)
-        return out.as_strided((count, *field.row_shape), (stride or 1, *out.stride()[leading:]))
+        if leading != 1:
+            stride = flat_row_stride(out, leading)
+            steps = (stride or 1, *out.stride()[leading:])
+            out = out.as_strided((count, *field.row_shape), steps)
+        return out.unsqueeze(-1).view(torch.uint8) if as_bytes else out
 
     def _zero(self, number: int, result: torch.Tensor, bad: torch.Tensor) -> None:
         """Zero the marked rows, as bytes."""
-        flat = self._flat(number, result, len(bad))
+        flat = self._flat(number, result, len(bad), as_bytes=not is_aligned(result))
         flat.masked_fill_(bad.view(-1, *[1] * (flat.dim() - 1)), 0)
 
     def _report(self, number: int, indices: torch.Tensor, bad: torch.Tensor) -> None:

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import api, containers, dispatch
+from .. import api, dispatch
 from ..backends._cupy import MOST_RANKS
+from ..containers import Buffers
 from ..errors import UnsupportedError
 from ..executable import Executable
 from ..request import Ranks, Request, field_of
@@ -199,15 +200,15 @@ def symmetric(*local_bufs: Any, group: dist.ProcessGroup | None = None) -> tuple
     from .plan import Options, Part, agreed, group_of, local_executable
 
     group = group_of(group)
-    taken: list[Any] = []
+    taken: list[Buffers] = []
 
     def own_part() -> Part:
-        taken[:] = containers.flatten(local_bufs)
-        return Part(local_executable(local_bufs, taken[0], "raise", None))
+        taken[:] = [Buffers(local_bufs)]
+        return Part(local_executable(taken[0], "raise", None))
 
     part, offers = agreed(group, own_part, Options())
-    leaves, structure = taken
-    tensors = [leaf for leaf in leaves if leaf is not None]
+    (buffers,) = taken
+    tensors = buffers.tensors
     rows = [offer.rows for offer in offers]
     request = part.local.request
     device = request.device
@@ -247,7 +248,7 @@ def symmetric(*local_bufs: Any, group: dist.ProcessGroup | None = None) -> tuple
     if seen != first_rows:
         wrong = next(rank for rank, row in enumerate(seen) if row != first_rows[rank])
         raise RuntimeError(f"symmetric memory of rank {wrong} does not show what rank {wrong} has")
-    return api.mirrored(copies, leaves, structure, torch.Size((count,)))
+    return buffers.mirrored(copies, torch.Size((count,)))
 
 
 def why_not(places: Sequence[tuple[str, str, str]]) -> list[str]:

@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from .. import api, containers, dispatch, faults
 from ..backends._route import Router
+from ..containers import Buffers
 from ..executable import Executable
+from ..memory import check_memory, has_memory, span_of
 from ..outputs import check_outputs
 from ..plan import _layout, _text
 from ..request import Request, dtype_name
@@ -138,13 +140,13 @@ class ShardedPlan:
         options: Options,
         backend: str | None,
     ) -> None:
-        self._bufs, self._group = bufs, group
+        self._group = group
 
         def own_part() -> Part:
             options.check()
-            self._leaves, self._structure = containers.flatten(bufs)
-            self._tensors = [leaf for leaf in self._leaves if leaf is not None]
-            local = local_executable(bufs, self._leaves, options.bounds, backend)
+            self._buffers = Buffers(containers.copied(bufs))
+            self._tensors = self._buffers.tensors
+            local = local_executable(self._buffers, options.bounds, backend)
             return Part(local, peer.slab_of(self._tensors))
 
         part, offers = agreed(group, own_part, options)
@@ -153,6 +155,7 @@ class ShardedPlan:
         self._none = torch.empty(0, dtype=torch.int64, device=part.local.request.device)
         self._unchanged = guard(self._none, self._tensors)
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._memory = [span_of(tensor) for tensor in self._tensors]
         self._sharding = sharding_of(group, offers, part, options, backend)
 
     def __call__(self, indices: torch.Tensor, out: Sequence[Any] | None = None) -> tuple[Any, ...]:
@@ -184,7 +187,7 @@ class ShardedPlan:
             self._refuse_changes()
             if out is None:
                 return None
-            outs = api._flatten_outputs(out, self._bufs, self._leaves, self._structure)
+            outs = api.flatten_outputs(out, self._buffers)
             check_outputs(outs, self._tensors, tensor, request, self._sharding.labels)
             return outs
 
@@ -193,11 +196,11 @@ class ShardedPlan:
             self._refuse_changes()
             again = transport.again(indices)
             if again is not None:
-                return api.mirrored(again, self._leaves, self._structure, indices.shape)
+                return self._buffers.mirrored(again, indices.shape)
         results, shape = self._sharding(indices, self._tensors, take_outputs)
         if out is not None:
             return tuple(out)
-        return api.mirrored(results, self._leaves, self._structure, shape)
+        return self._buffers.mirrored(results, shape)
 
     def _refuse_changes(self) -> None:
         """Raise if a buffer is not what it was when the plan was made.
@@ -209,8 +212,10 @@ class ShardedPlan:
             self._unchanged is not None
             and self._unchanged(self._none, *self._tensors)
             and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
+            and all(map(has_memory, self._tensors, self._memory))
         ):
             return
+        check_memory(self._tensors, self._sharding.labels)
         for label, buf, layout in zip(
             self._sharding.labels, self._tensors, self._layouts, strict=True
         ):
@@ -251,19 +256,18 @@ def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-def local_executable(
-    bufs: tuple[Any, ...], leaves: list[Any], bounds: str, backend: str | None
-) -> Executable:
+def local_executable(buffers: Buffers, bounds: str, backend: str | None) -> Executable:
     """The gather from a rank's own rows, after all checks that the rank can make alone."""
-    tensors = [leaf for leaf in leaves if leaf is not None]
+    tensors = buffers.tensors
     if not tensors:
         raise ValueError("there is no buffer to shard")
     first = tensors[0]
     device = first.device if isinstance(first, torch.Tensor) else "cpu"
     none = torch.empty(0, dtype=torch.int64, device=device)
-    local = api._make(None, none, bufs, leaves, tensors, bounds, backend)
+    local = api._make(None, none, buffers, bounds, backend)
     assert local is not None
     labels = local.site.labels
+    check_memory(tensors, labels)
     for tensor, label in zip(tensors, labels, strict=True):
         if len(tensor) != len(first):
             raise ValueError(

@@ -36,7 +36,7 @@ class Repeated:
             if known is None:
                 check = guard(indices, self._sources)
                 if check is not None:
-                    known = self._shortcut = Shortcut(check, self._executable)
+                    known = self._shortcut = Shortcut(check, self._executable, self._sources)
             if known is not None:
                 known.learn(indices, self._sources)
         if len(shape) != 1:

@@ -11,7 +11,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .. import api, containers, dispatch
+from .. import api, dispatch
+from ..containers import Buffers
 from ..outputs import check_outputs
 from ..request import Request
 from .agreement import Offer
@@ -51,24 +52,22 @@ class Parts:
     """The local tensors of a call's DTensors.
 
     Attributes:
-        leaves: of the call's buffers.
-        structure: of the call's buffers.
+        buffers: of the call.
         tensors: the local tensor of each DTensor.
         sharded: numbers of those whose rows are divided among ranks.
         mesh: the ranks, and its dimension that the rows are divided along; None if none are.
 
     Args:
-        bufs: of the call.
+        buffers: of the call.
     """
 
-    def __init__(self, bufs: tuple[Any, ...]) -> None:
-        self.leaves, self.structure = containers.flatten(bufs)
-        found = [leaf for leaf in self.leaves if leaf is not None]
+    def __init__(self, buffers: Buffers) -> None:
+        self.buffers = buffers
         self.tensors: list[torch.Tensor] = []
         self.sharded: list[int] = []
         self.mesh: tuple[DeviceMesh, int] | None = None
         self.rows = 0
-        for number, tensor in enumerate(found):
+        for number, tensor in enumerate(buffers.tensors):
             if not isinstance(tensor, DTensor):
                 raise ValueError(
                     f"buffer {number} is a {type(tensor).__name__} among DTensors; make it one "
@@ -114,25 +113,25 @@ def _sharded_dim(tensor: DTensor, number: int) -> int | None:
 
 
 def gather(
-    indices: Any, bufs: tuple[Any, ...], out: Sequence[Any] | None, bounds: str, backend: str | None
+    indices: Any, buffers: Buffers, out: Sequence[Any] | None, bounds: str, backend: str | None
 ) -> tuple[Any, ...]:
     """`multigather.gather` from DTensors; every rank of the mesh makes the call.
 
     Args:
         indices: this rank's own, global row numbers.
-        bufs: DTensors, None, and containers of them.
+        buffers: DTensors, None, and containers of them.
         out: plain tensors.
         bounds: as for `multigather.gather`.
         backend: as for `multigather.gather`.
 
     Returns:
-        This rank's rows, as plain tensors in the structure of ``bufs``.
+        This rank's rows, as plain tensors in the structure of ``buffers``.
 
     Raises:
         ValueError: a placement, or a mixture of them, that no rows can be gathered from.
         TypeError, IndexError, UnsupportedError: as `multigather.gather`.
     """
-    parts = Parts(bufs)
+    parts = Parts(buffers)
     if isinstance(indices, DTensor):
         if any(type(placement) is not Replicate for placement in indices.placements):
             raise ValueError(
@@ -147,7 +146,7 @@ def gather(
     def take_outputs(tensor: torch.Tensor, request: Request) -> list[torch.Tensor] | None:
         if out is None:
             return None
-        outs[:] = api._flatten_outputs(out, bufs, parts.leaves, parts.structure)
+        outs[:] = api.flatten_outputs(out, buffers)
         chosen = [outs[number] for number in parts.sharded]
         check_outputs(chosen, own, tensor, request, sharding.labels)  # type: ignore[arg-type]
         return chosen  # type: ignore[return-value]
@@ -159,7 +158,7 @@ def gather(
         ):
             results[number] = result
     elif out is not None:
-        outs[:] = api._flatten_outputs(out, bufs, parts.leaves, parts.structure)
+        outs[:] = api.flatten_outputs(out, buffers)
     replicated = parts.only(sharded=False)
     if any(each is not None for each in replicated):
         into = None
@@ -171,15 +170,15 @@ def gather(
         ]
     if out is not None:
         return tuple(out)
-    return api.mirrored(results, parts.leaves, parts.structure, indices.shape)  # type: ignore[arg-type]
+    return buffers.mirrored(results, indices.shape)  # type: ignore[arg-type]
 
 
-def explain(bufs: tuple[Any, ...], bounds: str, backend: str | None) -> dispatch.Explanation:
+def explain(buffers: Buffers, bounds: str, backend: str | None) -> dispatch.Explanation:
     """`multigather.explain` for DTensors; like a gather a call that every rank makes."""
-    parts = Parts(bufs)
+    parts = Parts(buffers)
     kind = parts.mesh is not None
     chosen = parts.only(sharded=kind)
-    local = local_executable(chosen, list(chosen), bounds, backend)
+    local = local_executable(Buffers(chosen), bounds, backend)
     found = dispatch.explain(local.request, backend, local.site)
     text = "  every rank has all rows"
     if kind:
@@ -201,7 +200,7 @@ def _sharding(parts: Parts, bounds: str, backend: str | None) -> Sharding:
     offers = agreements.get(key)
 
     def own_part() -> Part:
-        return Part(local_executable(chosen, list(chosen), bounds, backend))
+        return Part(local_executable(Buffers(chosen), bounds, backend))
 
     if offers is None:
         part, offers = agreed(group, own_part, options)

@@ -149,7 +149,7 @@ class Sharding:
     def _on_device(self, indices: Any) -> torch.Tensor:
         """The indices, checked, on the buffers' device."""
         tensor: torch.Tensor = containers.as_indices(indices)
-        api._make(None, tensor, (), [], [], self._bounds, None)
+        api.check_options(tensor, self._bounds, None)
         if tensor.device == self._device:
             return tensor
         if tensor.device.type != "cpu":
