@@ -245,7 +245,7 @@ def _gather(
         check_outputs(outs, tensors, indices, request, executable.site.labels)
 
     def run(_: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return _run(executable, flat, shape, sources, outs)
+        return _run(executable, flat, shape, detached(sources), outs)
 
     tangents = forward_mode() and any(map(has_tangent, (*tensors, *(outs or ()))))
     if tangents or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):

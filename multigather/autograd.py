@@ -5,7 +5,8 @@ by torch buffer by buffer. `kernel_for` decides.
 
 The gather and its transpose, the sum of rows, are linear and each other's derivative, so the two
 nodes here are enough for every order, and tangents of forward mode are gathered and summed like
-values. Where torch transforms or traces, the nodes are made inside of its operators, see `operator`.
+values. Where torch transforms or traces, the nodes are made inside of its operators, see
+`operator`.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class Gather(Node):
             backend: the backend that the caller insists on.
             buffers: the buffers, not all of them differentiable.
         """
-        return tuple(run(indices, detached(buffers)))
+        return tuple(run(indices, buffers))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -170,7 +171,7 @@ class ScatterAdd(Node):
             rows: of each sum.
             gradients: of the gathered rows.
         """
-        return tuple(run(indices, detached(gradients)))
+        return tuple(run(indices, gradients))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

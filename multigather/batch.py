@@ -110,7 +110,7 @@ def sum_batch(
     """
     if dim is None:
         longer = [
-            gradient.movedim(each, indices.dim())
+            gradient.movedim(each, indices.dim())  # type: ignore[arg-type]  # one of them has one
             for gradient, each in zip(gradients, dims, strict=True)
         ]
         sums = sum_rows(indices, bounds, backend, rows, longer)

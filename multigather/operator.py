@@ -9,10 +9,12 @@ Other eager calls pass through none of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.library import Library, register_fake, register_vmap
 
 from .autograd import Gather, ScatterAdd, has_tangent, sums_of, transforming
@@ -30,12 +32,19 @@ _library.define(
 )
 
 
+@contextlib.contextmanager
+def _no_derivatives() -> Iterator[None]:
+    # Below autograd a tensor cannot be asked for its tangent.
+    with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
+        yield
+
+
 def _run(
     indices: torch.Tensor, bufs: Sequence[torch.Tensor], bounds: str, backend: str | None
 ) -> list[torch.Tensor]:
     from .api import gather
 
-    with torch.no_grad():
+    with _no_derivatives():
         return list(gather(indices, *bufs, bounds=bounds, backend=backend))
 
 
@@ -48,7 +57,7 @@ def _run_into(
 ) -> None:
     from .api import gather
 
-    with torch.no_grad():
+    with _no_derivatives():
         gather(indices, *bufs, out=out, bounds=bounds, backend=backend)
 
 
@@ -98,7 +107,7 @@ def _sum(
     bounds: str,
     backend: str | None,
 ) -> list[torch.Tensor]:
-    with torch.no_grad():
+    with _no_derivatives():
         return sums_of(indices, bounds, backend, rows, gradients)
 
 
@@ -123,10 +132,10 @@ def _gather_node(
     indices: torch.Tensor, bufs: Sequence[torch.Tensor], bounds: str, backend: str | None
 ) -> Sequence[torch.Tensor]:
     def run(index: torch.Tensor, sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below():
             return gather_operator(index, sources, bounds, backend)  # type: ignore[no-any-return]
 
-    dual = _is_dual(bufs)
+    below, dual = _below_autograd(), _is_dual(bufs)
     if not dual and not _requires_grad(bufs):
         return run(indices, bufs)
     return list(Gather.call(run, dual, indices, bounds, backend, *bufs))
@@ -140,13 +149,32 @@ def _sum_node(
     backend: str | None,
 ) -> Sequence[torch.Tensor]:
     def run(index: torch.Tensor, added: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below():
             return add_rows(index, added, rows, bounds, backend)  # type: ignore[no-any-return]
 
-    dual = _is_dual(gradients)
+    below, dual = _below_autograd(), _is_dual(gradients)
     if not dual and not _requires_grad(gradients):
         return run(indices, gradients)
     return list(ScatterAdd.call(run, dual, indices, bounds, backend, rows, *gradients))
+
+
+def _below_autograd() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Where a node's forward calls its operator again, for what is around this level of autograd.
+
+    A node's forward runs with derivatives turned off, of the transforms around it too.
+    """
+    backward, forward = torch.is_grad_enabled(), forward_ad._is_fwd_grad_enabled()
+
+    @contextlib.contextmanager
+    def below() -> Iterator[None]:
+        with (
+            torch.set_grad_enabled(backward),
+            forward_ad._set_fwd_grad_enabled(forward),
+            torch._C._AutoDispatchBelowAutograd(),
+        ):
+            yield
+
+    return below
 
 
 def _is_dual(tensors: Sequence[torch.Tensor]) -> bool:

@@ -29,6 +29,7 @@ from .autograd import Gather, detached
 from .backends._native import CopyLaunch, CopyRunner
 from .backends._torch import Operation, SelectRunner
 from .backends.base import KernelRunner
+from .containers import Buffers
 from .executable import Executable
 from .fork import in_child
 from .launch import (
@@ -167,7 +168,7 @@ class Shortcut:
         if self._has_moved(buffers):
             return None
         if not torch.is_grad_enabled():
-            return tuple(self._run_detached(indices, detached(buffers)))
+            return tuple(self._run_detached(indices, buffers))
         executable = self.executable
         return Gather.call(
             self._run_detached,
@@ -188,7 +189,8 @@ class Shortcut:
     def _run_detached(
         self, indices: torch.Tensor, buffers: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
-        """Gather from buffers that require no gradient, the long way too."""
+        """Gather without a graph, the long way too."""
+        buffers = detached(buffers)
         results = self.run(indices, buffers)
         if results is None and self._flattened:
             results = self._run_flattened(indices, buffers)
@@ -196,7 +198,9 @@ class Shortcut:
             from .api import gather_checked
 
             name, bounds = self.executable.name, self.executable.request.bounds
-            results, executable = gather_checked(indices, tuple(buffers), None, bounds, name)
+            results, executable = gather_checked(
+                indices, Buffers(tuple(buffers)), None, bounds, name
+            )
             if executable is self.executable:
                 self.learn(indices, buffers)
         return results
