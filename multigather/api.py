@@ -176,7 +176,7 @@ def gather_checked(
         layouts of the indices and of the tensors among the buffers is all that another one needs.
     """
     indices = containers.as_indices(indices)
-    if is_compiling() or dispatch_modes() or torch.jit.is_tracing():
+    if is_compiling() or dispatch_modes() or torch._C._get_tracing_state() is not None:
         return in_graph(indices, buffers, out, bounds, backend), None
     if any(map(is_dtensor, buffers.tensors)):
         from .distributed import routing

@@ -50,7 +50,7 @@ def forward_mode() -> bool:
 
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a dual number of forward-mode AD, which has one level, of number 0."""
-    return torch._VF._unpack_dual(tensor, level=0)[1] is not None  # type: ignore[attr-defined]
+    return torch._VF._unpack_dual(tensor, level=0)[1] is not None
 
 
 def is_differentiable(tensor: torch.Tensor) -> bool:
@@ -269,7 +269,11 @@ def sum_rows(
         return sums_of(index, bounds, backend, sizes, added)
 
     sums: Sequence[torch.Tensor]
-    if in_operator():
+    if is_compiling() or dispatch_modes():
+        # The compiler knows operations of torch, and fuses them with those around.
+        shapes = sum_shapes(indices, sizes, found)
+        sums = add_by_torch(indices, bounds, shapes, found)
+    elif transforming():
         sums = torch.ops.multigather.add_rows.default(indices, found, sizes, bounds, backend)
     elif (dual := forward_mode()) or (
         torch.is_grad_enabled() and any(each.requires_grad for each in found)
@@ -282,9 +286,14 @@ def sum_rows(
     return results
 
 
-def in_operator() -> bool:
-    """Whether torch looks at every operation, so that ours must be operators of torch."""
-    return transforming() or is_compiling() or bool(dispatch_modes())
+def sum_shapes(
+    indices: torch.Tensor, rows: Sequence[int], gradients: Sequence[torch.Tensor]
+) -> list[torch.Size]:
+    """The shapes of sums of so many rows."""
+    return [
+        torch.Size((size, *gradient.shape[indices.dim() :]))
+        for size, gradient in zip(rows, gradients, strict=True)
+    ]
 
 
 def sums_of(
@@ -295,10 +304,7 @@ def sums_of(
     gradients: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     """`sum_rows` without a graph: by the kernel what it can add, the rest by torch."""
-    shapes = [
-        torch.Size((size, *gradient.shape[indices.dim() :]))
-        for size, gradient in zip(rows, gradients, strict=True)
-    ]
+    shapes = sum_shapes(indices, rows, gradients)
     kernel = kernel_for(backend, indices, gradients)
     count = max(1, indices.numel())
     sums: dict[int, torch.Tensor] = {}

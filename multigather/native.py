@@ -62,7 +62,7 @@ def read_tensors(module: ModuleType) -> bool:
 
     def facts(tensor: torch.Tensor) -> tuple[int, ...]:
         storage = tensor.untyped_storage()
-        return tensor.data_ptr(), tensor.numel(), storage.nbytes(), tensor.storage_offset()
+        return tensor.data_ptr(), tensor.numel(), storage.nbytes(), int(tensor.storage_offset())
 
     addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
     word = ctypes.sizeof(ctypes.c_void_p)

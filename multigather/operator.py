@@ -17,7 +17,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.library import Library, register_fake, register_vmap
 
-from .autograd import Gather, ScatterAdd, has_tangent, sums_of, transforming
+from .autograd import Gather, ScatterAdd, has_tangent, sum_shapes, sums_of, transforming
 from .batch import gather_batch, sum_batch
 from .outputs import share_memory
 
@@ -96,7 +96,7 @@ def _check_into(
                 )
 
 
-def _offset(tensor: torch.Tensor) -> int:
+def _offset(tensor: torch.Tensor) -> Any:  # an integer, symbolic or not
     return tensor.storage_offset() * tensor.element_size()
 
 
@@ -118,10 +118,8 @@ def _sum_shapes(
     bounds: str,
     backend: str | None,
 ) -> list[torch.Tensor]:
-    return [
-        gradient.new_empty((size, *gradient.shape[indices.dim() :]))
-        for gradient, size in zip(gradients, rows, strict=True)
-    ]
+    shapes = sum_shapes(indices, rows, gradients)
+    return [gradient.new_empty(shape) for gradient, shape in zip(gradients, shapes, strict=True)]
 
 
 # An operator's node is made here, at the level of the transform that is at work: torch.library's

@@ -107,7 +107,7 @@ def check_outputs(
 def share_memory(
     a: torch.Tensor,
     b: torch.Tensor,
-    start_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr,
+    start_of: Callable[[torch.Tensor], Any] = torch.Tensor.data_ptr,
 ) -> bool:
     """Whether two tensors may have a byte in common.
 
@@ -126,7 +126,7 @@ def share_memory(
     distance = a_run[1] or b_run[1]
     if not distance or (b_run[1] and b_run[1] != distance):
         return True
-    offset = (b_start - a_start) % distance
+    offset: int = (b_start - a_start) % distance
     return offset < a_run[0] or offset + b_run[0] > distance
 
 

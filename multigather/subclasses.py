@@ -55,7 +55,7 @@ def decides_itself(kind: type) -> bool:
     """Whether a class says itself what indexing it means."""
     disabled: Any = torch._C._disabled_torch_function_impl
     return (
-        kind.__getitem__ is not torch.Tensor.__getitem__  # type: ignore[attr-defined]
+        getattr(kind, "__getitem__", None) is not torch.Tensor.__getitem__
         or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
         or not (keeps_class(kind) or kind.__torch_function__ is disabled)  # type: ignore[attr-defined]
     )

@@ -94,7 +94,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "native":
         yield request.param
         return
-    native.extension.read_tensors(None, 0, 0, 0)
+    native.extension.read_tensors(None, 0, 0, 0, 0, 0)
     try:
         yield request.param
     finally:
@@ -174,8 +174,7 @@ class Made:
         self.runner = KernelRunner(self.request, 64, make)
         check = shortcut.guard(self.indices, self.buffers)
         assert check is not None
-        addresses = tuple(buffer.data_ptr() for buffer in self.buffers) if fixed else None
-        self.shortcut = shortcut.Shortcut(check, self.executable, addresses)
+        self.shortcut = shortcut.Shortcut(check, self.executable, self.buffers, fixed)
         for count in counts:
             self.executable.runners[bucket_of(count)] = self.runner
             self.runner.compile(count)
@@ -366,14 +365,15 @@ def test_errors_come_through(way: str, drive: Any, monkeypatch: pytest.MonkeyPat
         raise RuntimeError("broken")
 
     executable = made.executable
-    run = shortcut.Shortcut(broken, executable).run
+    run = shortcut.Shortcut(broken, executable, made.buffers).run
     with pytest.raises(RuntimeError, match="broken"):
         run(made.indices, made.buffers)
 
     def unwilling(*arguments: Any) -> Any:
         raise TypeError("no tensor")
 
-    assert shortcut.Shortcut(unwilling, executable).run(made.indices, made.buffers) is None
+    known = shortcut.Shortcut(unwilling, executable, made.buffers)
+    assert known.run(made.indices, made.buffers) is None
     assert not driver.calls
 
 
@@ -475,7 +475,7 @@ def test_the_cuda_kernel_through_a_repeated_launch(
     runner = KernelRunner(request, 56, make)
     check = shortcut.guard(torch.zeros(4, dtype=index), buffers)
     assert check is not None
-    known = shortcut.Shortcut(check, executable)
+    known = shortcut.Shortcut(check, executable, buffers)
     for count in (1, 4, 30):
         executable.runners[bucket_of(count)] = runner
         runner.compile(count)
@@ -616,7 +616,7 @@ def test_numbers_of_indices_on_a_cpu(way: str) -> None:
     executable = Executable(request, None, ("bufs[0]",))
     check = shortcut.guard(torch.zeros(3, dtype=torch.int64), (buffer,))
     assert check is not None
-    known = shortcut.Shortcut(check, executable)
+    known = shortcut.Shortcut(check, executable, (buffer,))
     for count in (0, 5, 90):
         indices = torch.zeros(count, dtype=torch.int64)
         executable(indices, indices.shape, (buffer,), None)
@@ -681,14 +681,16 @@ def test_the_extension_refuses_what_it_could_not_use() -> None:
     into: dict[str, Any] = {
         "check": abs, "launch": prepared, "current_device": abs, "device": 0, "board": 0,
         "raise_pending": abs, "elsewhere": abs, "numel": 1, "index_bytes": 8, "addresses": (0, 0),
-        "extents": (), "places": (0,), "written": abs,
+        "items": (1, 1), "spans": (1, 1), "extents": (), "places": (0,), "written": abs,
     }  # fmt: skip
     extension.LaunchInto(**into)
     for wrong in (
         {"launch": None},
         {"places": (1,)},
-        {"places": (0, 1), "addresses": (0,) * 4},
+        {"places": (0, 1), "addresses": (0,) * 4, "items": (1,) * 4, "spans": (1,) * 4},
         {"addresses": (0,)},
+        {"items": (1,)},
+        {"spans": ()},
         {"extents": (1,)},
     ):
         with pytest.raises((TypeError, ValueError)):
@@ -696,14 +698,17 @@ def test_the_extension_refuses_what_it_could_not_use() -> None:
     new: dict[str, Any] = {
         "check": lambda *tensors: True, "launches": {}, "empty": abs, "current_device": abs,
         "device": 0, "board": faults.board_of(DEVICE).address, "raise_pending": abs,
-        "masks": (15,), "values": (0,), "places": (0,),
+        "index_bytes": 8, "masks": (15,), "values": (0,), "places": (0,), "items": (8,),
+        "spans": (8,),
     }  # fmt: skip
     for wrong in (
         {"launches": []},
         {"masks": ()},
         {"values": (0, 0)},
         {"places": (1,)},
-        {"places": (0, 0), "masks": (0, 0), "values": (0, 0)},
+        {"items": ()},
+        {"spans": (8, 8)},
+        {"places": (0, 0), "masks": (0, 0), "values": (0, 0), "items": (8, 8), "spans": (8, 8)},
     ):
         with pytest.raises((TypeError, ValueError)):
             extension.LaunchNew(**{**new, **wrong})
@@ -719,13 +724,14 @@ def test_the_extension_refuses_what_it_could_not_use() -> None:
         run(tensor, buffers=(tensor,))
     copy: dict[str, Any] = {
         "check": abs, "buckets": set(), "empty": abs, "outputs": (((), (1,), torch.int64),),
-        "layout": bytes(32), "bounds": 0, "index_type": 3, "failed": abs, "addresses": None,
+        "layout": bytes(32), "bounds": 0, "index_type": 3, "failed": abs, "items": (8,),
+        "spans": (8,), "addresses": None,
     }  # fmt: skip
     extension.Copy(**copy)
     for change in (
         {"outputs": (7,)}, {"outputs": (((), (1,)),)}, {"outputs": ((1, (1,), 1),)},
         {"outputs": ()}, {"layout": bytes(31)}, {"addresses": ()}, {"addresses": (1, 2)},
-        {"addresses": ("text",)}, {"buckets": ()},
+        {"addresses": ("text",)}, {"buckets": ()}, {"items": ()}, {"spans": (8, 8)},
     ):  # fmt: skip
         with pytest.raises((TypeError, ValueError)):
             extension.Copy(**{**copy, **change})
@@ -734,7 +740,7 @@ def test_the_extension_refuses_what_it_could_not_use() -> None:
     with pytest.raises(AttributeError):
         extension.facts_of("text")
     with pytest.raises(TypeError):
-        extension.read_tensors(7, 0, 0, 0)
+        extension.read_tensors(7, 0, 0, 0, 0, 0)
 
 
 def fresh(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -785,10 +791,10 @@ def test_a_torch_of_another_layout_is_read_by_its_methods(monkeypatch: pytest.Mo
     assert native.read_tensors(native.extension)
     try:
         monkeypatch.setattr(torch.Tensor, "_cdata", 0, raising=False)
-        native.extension.read_tensors(None, 0, 0, 0)
+        native.extension.read_tensors(None, 0, 0, 0, 0, 0)
         assert not native.read_tensors(native.extension)
         tensor = torch.arange(6)[2:]
-        assert native.extension.facts_of(tensor) == (tensor.data_ptr(), 4)
+        assert native.extension.facts_of(tensor) == (tensor.data_ptr(), 4, 48, 2)
     finally:
         monkeypatch.undo()
         assert native.read_tensors(native.extension)
