@@ -368,7 +368,9 @@ def _key(
             for tensor in leaves
         ]
         kind = (type(indices), indices.layout, indices.is_nested, indices.dtype, indices.device)
-        key = (kind, bounds, backend, structure, *layouts)
+        # The caller's objects, TensorDicts and keys for example, must not live on in it.
+        places = None if structure is None else structure.key()
+        key = (kind, bounds, backend, places, *layouts)
         hash(key)
     except (AttributeError, RuntimeError, TypeError):
         return None
@@ -589,6 +591,7 @@ def _flatten_outputs(
             raise ValueError(
                 f"out must have None exactly where the buffers have None; leaf {number} differs"
             )
+    outs = containers.as_written(structure, out_structure, leaves, outs)
     return [item for item in outs if item is not None]
 
 

@@ -143,6 +143,7 @@ class ShardedPlan:
         def own_part() -> Part:
             options.check()
             self._leaves, self._structure = containers.flatten(bufs)
+            containers.check_shareable(self._structure)
             self._tensors = [leaf for leaf in self._leaves if leaf is not None]
             local = local_executable(bufs, self._leaves, options.bounds, backend)
             return Part(local, peer.slab_of(self._tensors))
