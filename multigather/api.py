@@ -484,7 +484,9 @@ def _key(
             for tensor in buffers.leaves
         ]
         kind = (type(indices), indices.layout, indices.is_nested, indices.dtype, indices.device)
-        key = (kind, bounds, backend, buffers.structure, *layouts)
+        # The caller's objects, TensorDicts and keys for example, must not live on in it.
+        places = None if buffers.structure is None else buffers.structure.key()
+        key = (kind, bounds, backend, places, *layouts)
         hash(key)
     except (AttributeError, RuntimeError, TypeError):
         return None
@@ -695,6 +697,8 @@ def flatten_outputs(out: Any, buffers: Buffers) -> list[Any]:
             raise ValueError(
                 f"out must have None exactly where the buffers have None; leaf {number} differs"
             )
+    outs = containers.as_written(buffers.structure, structure, buffers.leaves, outs)
+    outs = containers.as_written(structure, out_structure, leaves, outs)
     return [item for item in outs if item is not None]
 
 

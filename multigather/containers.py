@@ -7,10 +7,10 @@ program has imported them; nothing here imports them.
 
 from __future__ import annotations
 
+import collections
 import operator
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -18,11 +18,15 @@ from torch.utils import _pytree as pytree
 
 
 class Node(Protocol):
-    """How one argument, or one leaf of a container, was taken apart into leaves.
+    """How one argument, or one leaf of a container, was taken apart into leaves."""
 
-    Two nodes are equal if they were taken apart alike: of a TensorDict that means the same keys, of
-    an array the same library.
-    """
+    @property
+    def names(self) -> tuple[Any, ...] | None:
+        """What tells its leaves apart: None for a single leaf; else a tuple.
+
+        It has each leaf's key, or a key and its entry's names. Strings only, because executables
+        are found by it.
+        """
 
     def rebuild(self, items: Iterator[Any], shape: torch.Size, dims: int) -> Any:
         """Take this node's results from ``items`` and put them together.
@@ -33,33 +37,29 @@ class Node(Protocol):
             dims: how many dimensions of a buffer these stand for.
         """
 
-    def labels(self, label: str) -> list[str]:
-        """Name of each leaf, where ``label`` is the name of the whole."""
 
-
-@dataclass(frozen=True)
 class Leaf:
     """A tensor, or None."""
+
+    names = None
 
     def rebuild(self, items: Iterator[Any], shape: torch.Size, dims: int) -> Any:
         """See `Node`."""
         return next(items)
 
-    def labels(self, label: str) -> list[str]:
-        """See `Node`."""
-        return [label]
 
-
-@dataclass(frozen=True)
 class NumpyArray:
     """A NumPy array, which comes back as one.
 
-    Attributes:
-        dtype: None where torch has it; else each element is gathered as its bytes, in one more
+    Args:
+        dtype: None where the leaf has it; else each element is gathered as its bytes, in one more
             dimension, and comes back as this.
     """
 
-    dtype: Any = None
+    names = None
+
+    def __init__(self, dtype: Any = None) -> None:
+        self.dtype = dtype
 
     def rebuild(self, items: Iterator[Any], shape: torch.Size, dims: int) -> Any:
         """See `Node`."""
@@ -69,78 +69,46 @@ class NumpyArray:
         array = item.numpy()
         return array if self.dtype is None else array.view(self.dtype)[..., 0]
 
-    def labels(self, label: str) -> list[str]:
-        """See `Node`."""
-        return [label]
 
-
-@dataclass(frozen=True)
 class DlpackArray:
     """An array of another library, exchanged through DLPack.
 
-    Attributes:
+    Args:
         namespace: the library's functions, from the array API standard; None where it has none,
             then the result stays a tensor.
     """
 
-    namespace: Any
+    names = None
+
+    def __init__(self, namespace: Any) -> None:
+        self.namespace = namespace
 
     def rebuild(self, items: Iterator[Any], shape: torch.Size, dims: int) -> Any:
         """See `Node`."""
         item = next(items)
         return item if self.namespace is None else self.namespace.from_dlpack(item)
 
-    def labels(self, label: str) -> list[str]:
-        """See `Node`."""
-        return [label]
-
-
-@dataclass(frozen=True)
-class Constant:
-    """Data of a TensorDict that is no tensor and the same for all rows."""
-
-    value: Any = field(compare=False)
-
-    def rebuild(self, items: Iterator[Any], shape: torch.Size, dims: int) -> Any:
-        """See `Node`."""
-        batch_size = (*shape, *self.value.batch_size[dims:])
-        return type(self.value)(
-            data=self.value.data, batch_size=batch_size, device=self.value.device
-        )
-
-    def labels(self, label: str) -> list[str]:
-        """See `Node`."""
-        return []
-
 
 class TensorDictNode:
-    """A TensorDict or a tensorclass.
+    """A TensorDict.
 
     Args:
         source: the TensorDict itself, of which only batch size, names and device are used.
-        kind: its type.
         keys: of its entries.
         entries: the node of each.
+        names: see `Node`.
     """
 
     # No dataclass: replay buffers make one for each batch, and a frozen one takes thrice the time.
-    __slots__ = ("entries", "keys", "kind", "source")
+    __slots__ = ("entries", "keys", "names", "source")
 
     def __init__(
-        self, source: Any, kind: type, keys: tuple[str, ...], entries: tuple[Node, ...]
+        self, source: Any, keys: list[str], entries: list[Node], names: tuple[Any, ...]
     ) -> None:
         self.source = source
-        self.kind = kind
         self.keys = keys
         self.entries = entries
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TensorDictNode) and (self.kind, self.keys, self.entries) == (
-            other.kind, other.keys, other.entries
-        )  # fmt: skip
-
-    def __hash__(self) -> int:
-        return hash((self.kind, self.keys, self.entries))
+        self.names = names
 
     def rebuild(self, items: Iterator[Any], shape: torch.Size, dims: int) -> Any:
         """See `Node`."""
@@ -152,53 +120,179 @@ class TensorDictNode:
             if names.count(None) == len(names):
                 names = None
             else:
-                # A name stands for one dimension.
-                same = len(shape) == dims == 1
-                names = [names[0] if same else None] * len(shape) + names[dims:]
-        values = {
-            key: next(items) if entry is LEAF else entry.rebuild(items, shape, dims)
-            for key, entry in zip(self.keys, self.entries, strict=True)
-        }
+                # As tensordict has it, all dimensions of the indices take the name of the first
+                # one that they stand for.
+                names = [names[0]] * len(shape) + names[dims:]
+                if names.count(None) == len(names):
+                    names = None
         device = source.device
-        if device is not None:
+        found = None
+        values = {}
+        for key, entry in zip(self.keys, self.entries, strict=True):
+            if entry is LEAF:
+                values[key] = value = next(items)
+                found = value
+            else:
+                values[key] = value = entry.rebuild(items, shape, dims)
+                if entry.names and value.device is not None:
+                    found = value
+        if device is not None and found is not None:
             # Rows of buffers in pinned host memory may be on a GPU.
-            for value in values.values():
-                if value.device is not None:
-                    device = value.device
-                    break
+            device = found.device
         from tensordict import TensorDict
 
         # What tensordict itself makes rows with; the values need no check, which is half the time
         # of a small gather.
         make = getattr(TensorDict, "_new_unsafe", TensorDict)
-        result = make(values, batch_size=batch_size, names=names, device=device)
-        if self.kind is TensorDict:
-            return result
-        return self.kind.from_tensordict(result)  # type: ignore[attr-defined]
+        return make(values, batch_size=batch_size, names=names, device=device)
 
-    def labels(self, label: str) -> list[str]:
+
+class TensorclassNode:
+    """A tensorclass around a TensorDict, such as tensordict's own for data that is no tensor.
+
+    Args:
+        source: the tensorclass itself, of which the fields that are in no TensorDict are used.
+        inner: the node of its TensorDict.
+    """
+
+    __slots__ = ("inner", "names", "source")
+
+    def __init__(self, source: Any, inner: Node) -> None:
+        self.source = source
+        self.inner = inner
+        self.names = inner.names
+
+    def rebuild(self, items: Iterator[Any], shape: torch.Size, dims: int) -> Any:
         """See `Node`."""
-        return [
-            each
-            for key, entry in zip(self.keys, self.entries, strict=True)
-            for each in entry.labels(f"{label}[{key!r}]")
-        ]
+        rows = self.inner.rebuild(items, shape, dims)
+        return type(self.source).from_tensordict(rows, dict(self.source._non_tensordict))
+
+
+class Shared:
+    """A tensor of a TensorDict that all its rows share; it comes back as it is.
+
+    Args:
+        value: an UnbatchedTensor.
+        parent: the TensorDict that it is in.
+    """
+
+    names = ()
+
+    def __init__(self, value: Any, parent: Any) -> None:
+        self.value = value
+        self.parent = parent
+
+    def rebuild(self, items: Iterator[Any], shape: torch.Size, dims: int) -> Any:
+        """See `Node`."""
+        value, batch_size = self.value.copy(), self.parent.batch_size
+        value.batch_size = (*shape, *batch_size[dims:]) if batch_size else batch_size
+        return value
+
+
+class ByTensordict:
+    """What tensordict itself must index, because its rows lie in no tensor.
+
+    A stack of objects or of TensorDicts of several shapes, for example. The numbers of its rows are
+    gathered in its place, so that bad indices are found and resolved as everywhere. They count from
+    1: a row of zeros stands for none.
+
+    Args:
+        value: what to index.
+        place: its name.
+    """
+
+    names = None
+
+    def __init__(self, value: Any, place: _Place) -> None:
+        self.value = value
+        self.place = place
+
+    def rebuild(self, items: Iterator[Any], shape: torch.Size, dims: int) -> Any:
+        """See `Node`."""
+        value = self.value
+        rows = next(items) - 1
+        if rows.numel():
+            if rows.min().item() < 0:
+                raise IndexError(
+                    f"an index is out of range for {self.place}, a {type(value).__name__}, which "
+                    "has no row of zeros to give instead; use bounds='clip'"
+                )
+            return value[rows]
+        # tensordict has no stack of nothing: a batch like the first item, without rows.
+        return _no_rows(value[0], shape, self.place) if _is_stack(value) else value[rows]
+
+
+def _is_stack(value: Any) -> bool:
+    """Whether the first dimension of something of tensordict's is a Python list."""
+    return getattr(value, "stack_dim", None) == 0
+
+
+def _no_rows(item: Any, shape: torch.Size, place: _Place) -> Any:
+    """A batch of no items like this one; ``shape`` has a zero."""
+    import tensordict
+
+    if _is_stack(item):
+        return _no_rows(item[0], torch.Size((*shape, len(item))), place)
+    if tensordict.is_non_tensor(item) and tensordict.is_tensorclass(item):
+        rows = tensordict.TensorDict({}, batch_size=(*shape, *item.batch_size))
+        return type(item).from_tensordict(rows, dict(item._non_tensordict))
+    leaves: list[Any] = []
+    node = _tensordict(item.unsqueeze(0), leaves, place, writable=False)
+    items = [
+        torch.empty(shape, dtype=torch.int64, device="cpu")
+        if isinstance(leaf, RowNumbers)
+        else leaf.new_empty((*shape, *leaf.shape[1:]))
+        for leaf in leaves
+    ]
+    return node.rebuild(iter(items), shape, 1)
+
+
+class RowNumbers:
+    """Stands among the leaves until it is known where these are."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def beside(self, leaves: Sequence[Any]) -> torch.Tensor:
+        """A tensor of them where the first tensor among ``leaves`` is."""
+        first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+        device = torch.device("cpu") if first is None else first.device
+        numbers = torch.arange(1, self.count + 1, dtype=torch.int64, device=device)
+        pinned = first is not None and first.is_cpu and first.is_pinned()
+        return numbers.pin_memory() if pinned else numbers
 
 
 LEAF = Leaf()
 
 
-@dataclass(frozen=True)
 class Structure:
     """What a call's buffers were before they were taken apart.
 
-    Attributes:
+    It holds the caller's objects, so nothing that outlives a call or a plan may hold it.
+
+    Args:
+        bufs: the arguments of the call.
+        name: what errors call them.
         spec: the containers that torch's pytree knows; None if there are none.
         nodes: what stands in them.
+        elements: of each leaf that is bytes of another dtype's elements, by its number, the dtype.
     """
 
-    spec: Any
-    nodes: tuple[Node, ...]
+    __slots__ = ("_bufs", "_name", "elements", "nodes", "spec")
+
+    def __init__(
+        self,
+        bufs: tuple[Any, ...],
+        name: str,
+        spec: Any,
+        nodes: tuple[Node, ...],
+        elements: dict[int, Any],
+    ) -> None:
+        self._bufs = bufs
+        self._name = name
+        self.spec = spec
+        self.nodes = nodes
+        self.elements = elements
 
     def rebuild(self, items: Sequence[Any], shape: torch.Size, dims: int = 1) -> tuple[Any, ...]:
         """Put results together.
@@ -214,6 +308,63 @@ class Structure:
             return tuple(parts)
         result: tuple[Any, ...] = pytree.tree_unflatten(parts, self.spec)
         return result
+
+    def labels(self) -> list[str]:
+        """The name of each leaf, such as ``bufs[2]`` or ``bufs[0]['obs']``."""
+        paths, _ = pytree.tree_flatten_with_path(self._bufs, is_leaf=is_tensordict)
+        return [
+            label
+            for node, (path, _) in zip(self.nodes, paths, strict=True)
+            for label in _labels(f"{self._name}{pytree.keystr(path)}", node.names)
+        ]
+
+    def key(self) -> tuple[Any, ...]:
+        """What two structures with the same labels have alike; keeps no object of the caller's."""
+        nodes = tuple([node.names for node in self.nodes])
+        try:
+            return (None if self.spec is None else _spec_key(self.spec)), nodes
+        except TypeError:
+            return tuple(self.labels())
+
+
+def _labels(label: str, names: tuple[Any, ...] | None) -> Iterator[str]:
+    if names is None:
+        yield label
+        return
+    for name in names:
+        if isinstance(name, tuple):
+            yield from _labels(f"{label}[{name[0]!r}]", name[1])
+        else:
+            yield f"{label}[{name!r}]"
+
+
+def _spec_key(spec: Any) -> Any:
+    """The containers of a spec as classes, strings and numbers.
+
+    Raises:
+        TypeError: something else is in it, whose name only its container knows.
+    """
+    kind = spec.type
+    if kind is None:
+        return None
+    children = tuple([_spec_key(child) for child in spec.children()])
+    if kind is tuple or kind is list:
+        return children
+    context = spec.context
+    if kind is collections.namedtuple:
+        context = context._fields
+    elif kind is collections.defaultdict:
+        context = context[1]
+    return kind, _plain(context), children
+
+
+def _plain(value: Any) -> Any:
+    kind = type(value)
+    if value is None or kind is str or kind is int:
+        return value
+    if kind is list or kind is tuple:
+        return tuple([_plain(each) for each in value])
+    raise TypeError("not plain")
 
 
 def flatten(
@@ -245,13 +396,20 @@ def flatten(
             spec = None
     leaves: list[Any] = []
     nodes: list[Node] = []
+    elements = {}
     for number, item in enumerate(items):
         if item is None or isinstance(item, torch.Tensor):
             leaves.append(item)
             nodes.append(LEAF)
-        else:
-            nodes.append(_take_apart(item, leaves, _Place(bufs, number, name), writable))
-    return leaves, Structure(spec, tuple(nodes))
+            continue
+        node = _take_apart(item, leaves, _Place(bufs, number, name), writable)
+        nodes.append(node)
+        if type(node) is NumpyArray and node.dtype is not None:
+            elements[len(leaves) - 1] = node.dtype
+    for number, leaf in enumerate(leaves):
+        if type(leaf) is RowNumbers:
+            leaves[number] = leaf.beside(leaves)
+    return leaves, Structure(bufs, name, spec, tuple(nodes), elements)
 
 
 class Buffers:
@@ -285,7 +443,10 @@ class Buffers:
 
     def labels(self) -> tuple[str, ...]:
         """The name of each tensor in the call, such as ``bufs[2]`` or ``bufs[0]['obs']``."""
-        names = labels(self.arguments, self.structure)
+        if self.structure is None:
+            names = [f"bufs[{number}]" for number in range(len(self.leaves))]
+        else:
+            names = self.structure.labels()
         return tuple(
             name for name, leaf in zip(names, self.leaves, strict=True) if leaf is not None
         )
@@ -317,9 +478,11 @@ def _form(structure: Structure | None, count: int) -> tuple[Any, ...]:
         return None, (None,) * count
 
     def form(node: Node) -> Any:
+        if isinstance(node, TensorclassNode):
+            return type(node.source), form(node.inner)
         if isinstance(node, TensorDictNode):
-            return node.kind, node.keys, tuple(map(form, node.entries))
-        return Constant if isinstance(node, Constant) else None
+            return node.keys, list(map(form, node.entries))
+        return type(node) if isinstance(node, (Shared, ByTensordict)) else None
 
     return structure.spec, tuple(map(form, structure.nodes))
 
@@ -338,17 +501,78 @@ def copied(bufs: tuple[Any, ...]) -> tuple[Any, ...]:
     return result
 
 
-def labels(bufs: tuple[Any, ...], structure: Structure | None, name: str = "bufs") -> list[str]:
-    """The name of each leaf of `flatten`, such as ``bufs[2]`` or ``bufs[0]['obs']``."""
-    paths, _ = pytree.tree_flatten_with_path(bufs, is_leaf=is_tensordict)
-    names = [f"{name}{pytree.keystr(path)}" for path, _ in paths]
-    if structure is None:
-        return names
-    return [
-        label
-        for node, each in zip(structure.nodes, names, strict=True)
-        for label in node.labels(each)
-    ]
+def as_written(
+    structure: Structure | None,
+    out_structure: Structure | None,
+    leaves: Sequence[Any],
+    outs: Sequence[Any],
+) -> list[Any]:
+    """Leaves of outputs as those of the buffers are: bytes where these are bytes.
+
+    Raises:
+        ValueError: the elements of an output are none of its buffer's. Their bytes may well fit.
+    """
+    wanted = {} if structure is None else structure.elements
+    given = {} if out_structure is None else out_structure.elements
+    written = list(outs)
+    for number in sorted({*wanted, *given}):
+        leaf, item = leaves[number], outs[number]
+        if not isinstance(leaf, torch.Tensor) or not isinstance(item, torch.Tensor):
+            continue
+        want, have = wanted.get(number, leaf.dtype), given.get(number, item.dtype)
+        if number in wanted and number in given:
+            same = want == have
+        else:
+            same = _torch_dtype(want) is _torch_dtype(have)
+        label = f"bufs[{number}]" if structure is None else structure.labels()[number]
+        name = f"out[{number}]" if out_structure is None else out_structure.labels()[number]
+        if not same:
+            raise ValueError(
+                f"{name} has dtype {have}, {label} has {want}; pass an array of that dtype"
+            )
+        if number not in given:
+            written[number] = item.unsqueeze(-1).view(torch.uint8)
+        elif number not in wanted:
+            raise ValueError(
+                f"{name} has strides that are no multiple of its elements' size; pass a contiguous "
+                "array"
+            )
+    return written
+
+
+def _torch_dtype(dtype: Any) -> Any:
+    """Torch's dtype of the same elements as NumPy's; that one itself where torch has none."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    import numpy
+
+    try:
+        return torch.from_numpy(numpy.empty(0, dtype)).dtype
+    except (TypeError, ValueError):
+        return dtype
+
+
+def check_shareable(structure: Structure | None) -> None:
+    """Refuse what only the rank itself can index.
+
+    Raises:
+        TypeError: names it.
+    """
+
+    def check(node: Node) -> None:
+        if isinstance(node, ByTensordict):
+            raise TypeError(
+                f"{node.place} is a {type(node.value).__name__}, whose rows no other rank can get; "
+                "pass the TensorDict without it (.exclude)"
+            )
+        if isinstance(node, TensorclassNode):
+            check(node.inner)
+        if isinstance(node, TensorDictNode):
+            for entry in node.entries:
+                check(entry)
+
+    for node in () if structure is None else structure.nodes:
+        check(node)
 
 
 def _is_whole(item: Any) -> bool:
@@ -383,47 +607,64 @@ def as_indices(indices: Any) -> Any:
     NumPy indices that torch has no layout or byte order for are copied.
 
     Raises:
-        TypeError: they are a masked array, or their library does not hand them out.
+        TypeError: they are no integers, a masked array, or their library does not hand them out.
     """
     if isinstance(indices, torch.Tensor):
         return indices
     if _is_numpy(indices):
-        if indices.dtype.kind not in "iub":
-            raise TypeError(f"indices must have an integer dtype, got NumPy's {indices.dtype}")
-        native = indices.dtype.newbyteorder("=")
-        if indices.dtype != native or any(step < 0 for step in indices.strides):
-            indices = indices.astype(native, order="C")
-        leaves: list[Any] = []
-        _numpy(indices, leaves, _Place((indices,), 0, "indices"), writable=False)
-        return leaves[0]
+        return _numpy_indices(indices)
     if hasattr(indices, "__dlpack__"):
         return _from_dlpack(indices, _Place((indices,), 0, "indices"))
     return indices
 
 
+def _numpy_indices(indices: Any) -> torch.Tensor:
+    import numpy
+
+    _refuse_mask(indices, "indices")
+    dtype = indices.dtype
+    if dtype.kind not in "iu":
+        remedy = "convert them with indices.astype(numpy.int64)"
+        if dtype.kind == "b":
+            remedy = "use mask.nonzero()[0] for the positions of a mask"
+        elif dtype.names:
+            remedy = f"pass one of the fields, such as indices[{dtype.names[0]!r}]"
+        raise TypeError(f"indices must have an integer dtype, got NumPy's {dtype}; {remedy}")
+    array = _standard(numpy.asarray(indices))
+    if not (
+        dtype.isnative
+        and array.flags.aligned
+        and all(step >= 0 and step % dtype.itemsize == 0 for step in array.strides)
+    ):
+        array = _standard(array.astype(dtype.newbyteorder("="), order="C"))
+    return torch.from_numpy(_unfrozen(array))
+
+
 class _Place:
     """Name of an item among the arguments, made only if there is an error to be reported."""
 
-    def __init__(self, bufs: tuple[Any, ...], number: int, name: str, suffix: str = "") -> None:
-        self._arguments = bufs, number, name, suffix
+    def __init__(
+        self, bufs: tuple[Any, ...], number: int, name: str, keys: tuple[str, ...] = ()
+    ) -> None:
+        self._arguments = bufs, number, name, keys
 
     def inside(self, key: str) -> _Place:
         """The place of a TensorDict's entry."""
-        bufs, number, name, suffix = self._arguments
-        return _Place(bufs, number, name, f"{suffix}[{key!r}]")
+        bufs, number, name, keys = self._arguments
+        return _Place(bufs, number, name, (*keys, key))
 
     def __str__(self) -> str:
-        bufs, number, name, suffix = self._arguments
+        bufs, number, name, keys = self._arguments
         if name == "indices":
             return name
         paths, _ = pytree.tree_flatten_with_path(bufs, is_leaf=is_tensordict)
-        return f"{name}{pytree.keystr(paths[number][0])}{suffix}"
+        return f"{name}{pytree.keystr(paths[number][0])}" + "".join(f"[{key!r}]" for key in keys)
 
 
 def _take_apart(item: Any, leaves: list[Any], place: _Place, writable: bool) -> Node:
     """The node of something that is neither None nor a tensor; its leaves are added to others."""
     if is_tensordict(item):
-        return _tensordict(item, leaves, place)
+        return _tensordict(item, leaves, place, writable)
     if _is_numpy(item):
         return _numpy(item, leaves, place, writable)
     if hasattr(item, "__dlpack__"):
@@ -442,30 +683,59 @@ def _take_apart(item: Any, leaves: list[Any], place: _Place, writable: bool) -> 
     return LEAF
 
 
-def _tensordict(source: Any, leaves: list[Any], place: _Place) -> Node:
+def _tensordict(source: Any, leaves: list[Any], place: _Place, writable: bool) -> Node:
+    """The node of a TensorDict, a tensorclass or something else of tensordict's."""
     import tensordict
 
     kind = type(source)
-    if kind is not tensordict.TensorDict and not tensordict.is_tensorclass(source):
-        raise TypeError(
-            f"{place} is a {kind.__name__}, whose entries are not whole tensors; make it one of "
-            "tensors with .contiguous()"
-        )
+    if kind is not tensordict.TensorDict and kind is not tensordict.TensorDictParams:
+        if tensordict.is_tensorclass(source):
+            return TensorclassNode(source, _tensordict(source._tensordict, leaves, place, writable))
+        return _by_tensordict(source, leaves, place, writable)
     keys: list[str] = []
     entries: list[Node] = []
+    names: list[Any] = []
     for key, value in source.items():
         keys.append(key)
+        if type(value) is tensordict.UnbatchedTensor:
+            entries.append(Shared(value, source))
+            continue
         if isinstance(value, torch.Tensor):
             # A memory-mapped tensor is a plain tensor in other people's memory.
             if type(value) is tensordict.MemoryMappedTensor:
                 value = value.as_subclass(torch.Tensor)
             leaves.append(value)
             entries.append(LEAF)
-        elif isinstance(value, tensordict.NonTensorData):
-            entries.append(Constant(value))
-        else:
-            entries.append(_tensordict(value, leaves, place.inside(key)))
-    return TensorDictNode(source, kind, tuple(keys), tuple(entries))
+            names.append(_exact(key))
+            continue
+        node = _tensordict(value, leaves, place.inside(key), writable)
+        entries.append(node)
+        if node.names is None:
+            names.append(_exact(key))
+        elif node.names:
+            names.append((_exact(key), node.names))
+    return TensorDictNode(source, keys, entries, tuple(names))
+
+
+def _exact(key: str) -> str:
+    """A key as a plain string; tensordict lets it be of a subclass."""
+    return key if type(key) is str else str.__str__(key)
+
+
+def _by_tensordict(source: Any, leaves: list[Any], place: _Place, writable: bool) -> Node:
+    batch_size = source.batch_size
+    if not batch_size:
+        raise ValueError(
+            f"{place} is a {type(source).__name__} without batch dimensions, so it has no rows; "
+            "make its tensors buffers with .to_tensordict()"
+        )
+    if writable:
+        raise TypeError(
+            f"{place} is a {type(source).__name__}, which cannot be written in place; leave out= "
+            "away"
+        )
+    leaves.append(RowNumbers(batch_size[0]))
+    return ByTensordict(source, place)
 
 
 class _Alias:
@@ -481,15 +751,37 @@ def _is_numpy(item: Any) -> bool:
     if not hasattr(type(item), "__array_interface__"):
         return False
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(item, numpy.ndarray)
+    return numpy is not None and isinstance(item, (numpy.ndarray, numpy.generic))
+
+
+def _refuse_mask(array: Any, place: Any) -> None:
+    import numpy
+
+    if isinstance(array, numpy.ma.MaskedArray):
+        raise TypeError(f"{place} is a masked array; gather its .data and its .mask")
+
+
+def _standard(array: Any) -> Any:
+    """The same array under the code that torch knows its dtype by: C has two types of 8 bytes."""
+    return array.view("u8") if array.dtype.char == "Q" and array.dtype.isnative else array
+
+
+def _unfrozen(array: Any) -> Any:
+    """The same memory as an array that can be written: torch warns of others."""
+    import numpy
+
+    if array.flags.writeable:
+        return array
+    address, _ = array.__array_interface__["data"]
+    return numpy.asarray(_Alias(array, data=(address, False))).view(array.dtype)
 
 
 def _numpy(array: Any, leaves: list[Any], place: _Place, writable: bool) -> Node:
     """The node of a NumPy array; the leaf is a tensor of the same memory."""
     import numpy
 
-    if isinstance(array, numpy.ma.MaskedArray):
-        raise TypeError(f"{place} is a masked array; gather its .data and its .mask")
+    _refuse_mask(array, place)
+    array = _standard(numpy.asarray(array))
     if array.dtype.hasobject or not array.dtype.itemsize:
         raise TypeError(
             f"{place} has NumPy's dtype {array.dtype}, whose elements cannot be copied as bytes"
@@ -499,12 +791,9 @@ def _numpy(array: Any, leaves: list[Any], place: _Place, writable: bool) -> Node
             f"{place} has negative strides {array.strides}, which a torch.Tensor cannot have; pass "
             "numpy.ascontiguousarray(...) of it"
         )
-    if not array.flags.writeable:
-        if writable:
-            raise ValueError(f"{place} is a read-only NumPy array; pass one that can be written")
-        # torch warns of read-only arrays, which matters only to those who write.
-        address, _ = array.__array_interface__["data"]
-        array = numpy.asarray(_Alias(array, data=(address, False))).view(array.dtype)
+    if writable and not array.flags.writeable:
+        raise ValueError(f"{place} is a read-only NumPy array; pass one that can be written")
+    array = _unfrozen(array)
     try:
         leaves.append(torch.from_numpy(array))
         return NumpyArray()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import Target
 
 import multigather
 from multigather import containers
@@ -134,9 +135,9 @@ class TestTensorDict:
 
     def test_names_of_dimensions(self) -> None:
         source = self.tensordict.TensorDict({"a": torch.ones(4, 2)}, [4, 2], names=["time", None])
-        assert multigather.gather(torch.tensor([1]), source)[0].names == ["time", None]
-        (several,) = multigather.gather(torch.tensor([[1, 2]]), source)
-        assert several.names == [None, None, None] and several.batch_size == (1, 2, 2)
+        for values in ([1], [[1, 2]], 1, []):
+            indices = indices_of(values)
+            assert multigather.gather(indices, source)[0].names == source[indices].names
 
     def test_tensorclass(self) -> None:
         tensorclass = self.tensordict.tensorclass
@@ -173,9 +174,12 @@ class TestTensorDict:
         source = make({"a": make({"b": torch.ones(4)}, [4])}, [4])
         with pytest.raises(IndexError, match=r"bufs\[1\]\['a'\]\['b'\] with 4 rows"):
             multigather.gather(torch.tensor([4]), None, source)
-        lazy = self.tensordict.lazy_stack([make({"a": torch.ones(n)}, []) for n in (2, 3)])
-        with pytest.raises(TypeError, match=r"bufs\[0\] is a LazyStackedTensorDict.*contiguous"):
-            multigather.gather(torch.tensor([0]), lazy)
+        whole = make({"a": torch.ones(4)}, [])
+        view = make({"a": torch.ones(2, 4)}, [2])._get_sub_tensordict(0)
+        with pytest.raises(ValueError, match=r"bufs\[0\] is a _SubTensorDict.*\.to_tensordict"):
+            multigather.gather(torch.tensor([0]), view)
+        (got,) = multigather.gather(torch.tensor([0]), view.to_tensordict())
+        assert torch.equal(got["a"], whole["a"][[0]])
 
     def test_compiled(self) -> None:
         source = self.tensordict.TensorDict({"a": torch.rand(4, 2)}, [4])
@@ -186,6 +190,231 @@ class TestTensorDict:
         for count in (2, 3):
             got = compiled(torch.arange(count), source)
             assert got.batch_size == (count,) and torch.equal(got["a"], source["a"][:count])
+
+
+def tensordict_kinds() -> dict[str, Any]:
+    """One of everything that tensordict has, four rows each; empty without tensordict."""
+    try:
+        import tensordict
+    except ImportError:
+        return {}
+    make, lazy_stack = tensordict.TensorDict, tensordict.lazy_stack
+    unbatched, data = tensordict.UnbatchedTensor, tensordict.NonTensorData
+    stack = tensordict.NonTensorStack
+
+    @tensordict.tensorclass
+    class Sample:
+        image: torch.Tensor
+        label: Any = None
+
+    class Own(make):  # type: ignore[misc, valid-type]
+        pass
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.arange(torch.Size(shape).numel()).view(shape)
+
+    def plain(batch: list[int]) -> Any:
+        return make({"a": numbers(*batch, 3), "n": make({"b": numbers(*batch)}, batch)}, batch)
+
+    pairs = ["ab", "cd", "ef", "gh"]
+    ragged = [make({"a": numbers(n), "n": make({"b": numbers(n)}, [])}, []) for n in (1, 2, 3, 4)]
+    kinds = {
+        "plain": plain([4]),
+        "two dimensions": plain([4, 3]),
+        "deeper inside": make({"n": make({"b": numbers(4, 3, 5)}, [4, 3, 5])}, [4, 3]),
+        "names": make({"a": numbers(4, 3, 2)}, [4, 3], names=["time", None]),
+        "name of the last": make({"a": numbers(4, 3, 2)}, [4, 3], names=[None, "env"]),
+        "no entries": make({}, [4]),
+        "device": make({"a": numbers(4, 3)}, [4], device="cpu"),
+        "locked": plain([4]).lock_(),
+        "shared by all rows": make(
+            {"a": numbers(4), "u": unbatched(numbers(7)), "n": {"u": unbatched(numbers(2))}}, [4]
+        ),
+        "shared, two dimensions": make({"a": numbers(4, 3), "u": unbatched(numbers(7))}, [4, 3]),
+        "only shared": make({"u": unbatched(numbers(7))}, [4]),
+        "text": make({"a": numbers(4), "s": "text"}, [4]),
+        "data": make({"a": numbers(4), "s": data({"x": 1}, batch_size=[4, 2])}, [4]),
+        "named data": make(
+            {"s": data("x", batch_size=[4, 2], names=["t", None])}, [4, 2], names=["t", None]
+        ),
+        "metadata": make({"a": numbers(4), "s": tensordict.MetaData("x", batch_size=[4])}, [4]),
+        "objects": make({"a": numbers(4), "s": stack("p", "q", "r", "s")}, [4]),
+        "objects inside": make({"n": make({"s": stack(*"pqrs"), "a": numbers(4)}, [4])}, [4]),
+        "rows of objects": make({"s": stack(*(stack(*pair) for pair in pairs))}, [4]),
+        "stack": lazy_stack([plain([]) for _ in range(4)]),
+        "ragged stack": lazy_stack(ragged),
+        "stack of other keys": lazy_stack([make({key: numbers(2)}, []) for key in "aabc"]),
+        "stack along columns": lazy_stack([plain([4]) for _ in range(2)], 1),
+        "stack inside": make({"a": numbers(4), "l": lazy_stack(ragged)}, [4]),
+        "parameters": tensordict.TensorDictParams(make({"w": torch.rand(4, 2)}, [4])),
+        "view": plain([8])._get_sub_tensordict(slice(0, 8, 2)),
+        "own class": Own({"a": numbers(4, 3)}, [4]),
+        "tensorclass": Sample(numbers(4, 2), numbers(4), batch_size=[4]),
+        "tensorclass, nothing": Sample(numbers(4, 2), batch_size=[4]),
+        "tensorclass, text": Sample(numbers(4, 2), "text", batch_size=[4]),
+        "tensorclass, objects": Sample(numbers(4, 2), stack(*"pqrs"), batch_size=[4]),
+        "tensorclass, shared": Sample(numbers(4, 2), unbatched(numbers(3)), batch_size=[4]),
+        "tensorclass inside": make({"t": Sample(numbers(4, 2), batch_size=[4])}, [4]),
+        "tensorclasses, stacked": lazy_stack([Sample(numbers(n)) for n in (1, 2, 3, 4)]),
+        "data alone": data("x", batch_size=[4]),
+        "objects alone": stack("p", "q", "r", "s"),
+    }  # fmt: skip
+    return kinds
+
+
+def assert_same(got: Any, want: Any) -> None:
+    """The same class, values, names, sizes and device, all the way down."""
+    import tensordict
+
+    assert type(got) is type(want)
+    if isinstance(want, torch.Tensor):
+        assert got.dtype == want.dtype and got.device == want.device
+        assert torch.equal(torch.Tensor(got), torch.Tensor(want))
+        assert getattr(got, "batch_size", None) == getattr(want, "batch_size", None)
+        return
+    assert got.batch_size == want.batch_size and got.names == want.names
+    assert got.device == want.device and got.is_locked == want.is_locked
+    if isinstance(want, tensordict.NonTensorStack):
+        assert got.tolist() == want.tolist()
+    elif tensordict.is_tensorclass(want):
+        assert got._non_tensordict == want._non_tensordict
+        assert_same(got._tensordict, want._tensordict)
+    elif isinstance(want, tensordict.LazyStackedTensorDict):
+        assert got.stack_dim == want.stack_dim
+        for one, other in zip(got.tensordicts, want.tensordicts, strict=True):
+            assert_same(one, other)
+    else:
+        assert sorted(got.keys()) == sorted(want.keys())
+        for key, value in want.items():
+            assert_same(got._get_str(key, None), value)
+
+
+TENSORDICT_INDICES = {
+    "1-d": torch.tensor([2, 0, -1, 2]),
+    "2-d": torch.tensor([[1, 2], [3, 0], [0, 0]]),
+    "0-d": torch.tensor(3),
+    "int32": torch.tensor([3, -4], dtype=torch.int32),
+    "uint8": torch.tensor([3, 1], dtype=torch.uint8),
+    "one": torch.tensor([0]),
+}
+
+
+@pytest.mark.skipif(not tensordict_kinds(), reason="tensordict is not installed")
+class TestEveryKindOfTensorDict:
+    @pytest.mark.filterwarnings("ignore:Stacking UnbatchedTensors")
+    @pytest.mark.parametrize("planned", [False, True], ids=["gather", "plan"])
+    @pytest.mark.parametrize("form", TENSORDICT_INDICES)
+    @pytest.mark.parametrize("kind", tensordict_kinds())
+    def test_as_tensordict_indexes_it(self, kind: str, form: str, planned: bool) -> None:
+        source, indices = tensordict_kinds()[kind], TENSORDICT_INDICES[form]
+        want = source[indices.long()]
+        call = multigather.plan(source) if planned else None
+        for _ in range(3):
+            (got,) = call(indices) if call else multigather.gather(indices, source)
+            assert_same(got, want)
+        ((inside, rows),) = multigather.gather(indices, [source, torch.arange(4)])
+        assert_same(inside, want)
+        assert torch.equal(rows, torch.arange(4)[indices.long()])
+
+    @pytest.mark.parametrize("kind", ["shared by all rows", "objects", "stack inside"])
+    def test_on_every_backend(self, target: Target, kind: str) -> None:
+        source = tensordict_kinds()[kind].to(target.device)
+        indices = torch.tensor([2, 0, -1], device=target.device)
+        for _ in range(3):
+            (got,) = multigather.gather(indices, source, backend=target.backend)
+            assert_same(got, source[indices])
+
+    @pytest.mark.parametrize("shape", [(0,), (0, 2), (2, 0)], ids=str)
+    @pytest.mark.parametrize("kind", tensordict_kinds())
+    def test_no_indices(self, kind: str, shape: tuple[int, ...]) -> None:
+        """Of a stack of nothing, which tensordict does not have, the size is right."""
+        source, indices = tensordict_kinds()[kind], torch.empty(shape, dtype=torch.int64)
+        (got,) = multigather.gather(indices, source)
+        assert got.batch_size == (*shape, *source.batch_size[1:])
+        if "stack" not in kind and "objects" not in kind:
+            assert_same(got, source[indices])
+
+    @pytest.mark.parametrize("kind", tensordict_kinds())
+    def test_bad_indices(self, kind: str) -> None:
+        source, bad = tensordict_kinds()[kind], torch.tensor([0, 4])
+        leaves, _ = containers.flatten((source,))
+        if not leaves:
+            pytest.skip("nothing in it has rows")
+        with pytest.raises(IndexError, match=r"indices\[1\] is 4, out of range for bufs\[0\]"):
+            multigather.gather(bad, source)
+        with pytest.raises(IndexError, match=r"indices\[1\] is 4, out of range for bufs\[0\]"):
+            multigather.plan(source)(bad)
+        clipped = multigather.gather(torch.tensor([-9, 4]), source, bounds="clip")[0]
+        assert_same(clipped, source[torch.tensor([0, 3])])
+
+    @pytest.mark.parametrize("kind", ["objects", "ragged stack", "view"])
+    def test_no_row_of_zeros_of_what_is_no_tensor(self, kind: str) -> None:
+        source = tensordict_kinds()[kind]
+        with pytest.raises(IndexError, match=r"bufs\[0\].*no row of zeros.*bounds='clip'"):
+            multigather.gather(torch.tensor([0, -1]), source, bounds="fill")
+        (got,) = multigather.gather(torch.tensor([0, 3]), source, bounds="fill")
+        assert_same(got, source[torch.tensor([0, 3])])
+
+    @pytest.mark.parametrize("kind", ["objects", "ragged stack", "stack inside", "view"])
+    def test_outputs_that_are_no_tensors_are_refused(self, kind: str) -> None:
+        source, indices = tensordict_kinds()[kind], torch.tensor([1, 2])
+        with pytest.raises(TypeError, match=r"out\[0\].*cannot be written in place; leave out="):
+            multigather.gather(indices, source, out=(source[indices],))
+
+    def test_row_numbers_are_not_written_into_a_tensor(self) -> None:
+        out = torch.full((2,), -1)
+        with pytest.raises(ValueError, match="same structure"):
+            multigather.gather(
+                torch.tensor([1, 2]), tensordict_kinds()["objects alone"], out=(out,)
+            )
+        assert out.tolist() == [-1, -1]
+
+    def test_outputs_with_what_rows_share(self) -> None:
+        source, indices = tensordict_kinds()["shared by all rows"], torch.tensor([1, 2])
+        out = source[torch.tensor([0, 0])]
+        assert multigather.gather(indices, source, out=(out,))[0] is out
+        assert_same(out, source[indices])
+
+    def test_without_batch_size_it_is_a_plain_container(self) -> None:
+        """Tensordict refuses to index it; its tensors are buffers as those of a dict are."""
+        import tensordict
+
+        table, other = torch.rand(4, 2), torch.arange(6)
+        source = tensordict.TensorDict({"a": table, "n": {"b": other}, "s": "text"}, [])
+        (got,) = multigather.gather(torch.tensor([3, 0]), source)
+        assert got.batch_size == () and got["s"] == "text"
+        assert torch.equal(got["a"], table[[3, 0]]) and torch.equal(got["n", "b"], other[[3, 0]])
+
+    def test_gradients_of_parameters(self) -> None:
+        source = tensordict_kinds()["parameters"]
+        multigather.gather(torch.tensor([1, 1]), source)[0]["w"].sum().backward()
+        assert source["w"].grad.sum(1).tolist() == [0, 4, 0, 0]
+
+    def test_compiled_with_what_rows_share(self) -> None:
+        for kind in ("shared by all rows", "text", "tensorclass, shared"):
+            source = tensordict_kinds()[kind]
+            compiled = torch.compile(
+                lambda indices, td: multigather.gather(indices, td)[0],
+                fullgraph=True, backend="eager", dynamic=True,
+            )  # fmt: skip
+            for indices in (torch.tensor([3, 1]), torch.tensor([0, 2, 2])):
+                assert_same(compiled(indices, source), source[indices])
+
+    def test_packed(self) -> None:
+        for kind in ("shared by all rows", "objects", "names"):
+            source, indices = tensordict_kinds()[kind], torch.tensor([3, 1])
+            (packed,) = multigather.pack(source)
+            assert_same(multigather.gather(indices, packed)[0], source[indices])
+
+    def test_rows_that_no_other_rank_can_get(self) -> None:
+        source = tensordict_kinds()["objects inside"]
+        _, structure = containers.flatten((torch.arange(4), source))
+        with pytest.raises(
+            TypeError, match=r"bufs\[1\]\['n'\]\['s'\] is a NonTensorStack.*\.exclude"
+        ):
+            containers.check_shareable(structure)
+        _, structure = containers.flatten((torch.arange(4), source.exclude(("n", "s"))))
+        containers.check_shareable(structure)
 
 
 RECORD = np.dtype([("x", "<i4"), ("y", "<f8"), ("name", "S3")])
@@ -306,6 +535,20 @@ def test_arrays_beside_tensors_call_after_call() -> None:
         plan(np.array([4]))
 
 
+def test_subclasses_and_odd_addresses_of_buffers(target: Target) -> None:
+    if target.device != "cpu":
+        pytest.skip("NumPy arrays are on the CPU")
+    indices = torch.tensor([2, 0])
+    odd = np.frombuffer(b"\0" + np.arange(3.0).tobytes(), np.float64, offset=1)
+    records = np.zeros(3, "u1, i8").view(np.recarray)
+    records.f1 = [5, 6, 7]
+    for source in (odd, records, records.f1, np.arange(6).reshape(3, 2).view(np.matrix)):
+        (got,) = multigather.gather(indices, source, backend=target.backend)
+        want = np.asarray(source)[indices.numpy()]
+        assert type(got) is np.ndarray and got.dtype == want.dtype and got.shape == want.shape
+        assert got.tobytes() == want.tobytes()
+
+
 def test_numpy_errors() -> None:
     def refused(kind: type[Exception], text: str, indices: Any, *bufs: Any, **options: Any) -> None:
         with pytest.raises(kind, match=text):
@@ -324,6 +567,203 @@ def test_numpy_errors() -> None:
     frozen.flags.writeable = False
     refused(ValueError, r"out\[0\] is a read-only NumPy array", rows, good, out=(frozen,))
     refused(ValueError, r"out\[0\] has dtype", rows, good, out=(np.empty(1, np.float32),))
+
+
+PACKED = np.array([(1, 2, 3), (0, 1, 0), (1, -1, 2)], "u1, i8, u2")
+ROWS = np.array([2, 0, -1, 1])
+INTEGERS = {
+    "packed field": lambda: PACKED["f1"],
+    "packed field, aligned size": lambda: PACKED["f2"],
+    "field of a record array": lambda: PACKED.view(np.recarray).f1,
+    "big-endian": lambda: ROWS.astype(">i8"),
+    "big-endian field": lambda: np.array([(7, 1), (8, 3)], "u1, >i4")["f1"],
+    "odd address": lambda: np.frombuffer(b"\0" + ROWS.tobytes(), np.int64, offset=1),
+    "backwards": lambda: ROWS[::-1],
+    "every second, backwards": lambda: ROWS[::-2],
+    "every second": lambda: ROWS[::2],
+    "column": lambda: np.stack([ROWS, ROWS + 1]).T[:, 0],
+    "repeated": lambda: np.broadcast_to(np.int64(3), (2, 2)),
+    "frozen": lambda: np.frombuffer(ROWS.tobytes(), np.int64),
+    "frozen, big-endian": lambda: np.frombuffer(ROWS.astype(">i8").tobytes(), ">i8"),
+    "0-d": lambda: np.array(3),
+    "0-d, big-endian": lambda: np.array(3, ">i4"),
+    "0-d, packed": lambda: PACKED["f1"][0:1].reshape(()),
+    "scalar": lambda: np.int64(3),
+    "scalar uint8": lambda: np.uint8(3),
+    "empty": lambda: np.empty((0, 2), np.int64),
+    "empty packed field": lambda: PACKED["f1"][:0],
+    "matrix": lambda: ROWS.view(np.matrix),
+    "fortran": lambda: np.asfortranarray(ROWS.reshape(2, 2)),
+    **{f"code {code}": lambda code=code: np.array([3, 1], code) for code in "bBhHiIlLqQpP"},
+}
+NO_INTEGERS = {
+    "bool": (np.array([True]), r"dtype, got NumPy's bool; use mask\.nonzero\(\)\[0\]"),
+    "scalar bool": (np.bool_(True), r"dtype, got NumPy's bool; use mask\.nonzero"),
+    "float": (np.array([1.0]), r"dtype, got NumPy's float64; .*indices\.astype"),
+    "scalar float": (np.float32(1), r"dtype, got NumPy's float32; .*indices\.astype"),
+    "date": (np.array(["2020"], "M8[ns]"), r"dtype, got NumPy's datetime64\[ns\]; .*astype"),
+    "span": (np.array([3], "m8[s]"), r"dtype, got NumPy's timedelta64\[s\]; .*astype"),
+    "object": (np.array([1], object), r"dtype, got NumPy's object; .*astype"),
+    "text": (np.array(["1"]), r"dtype, got NumPy's <U1; .*astype"),
+    "record": (PACKED, r"got NumPy's \[.*'f1'.*; pass one of the fields, such as indices\['f0'\]"),
+    "void": (np.zeros(1, "V8"), r"dtype, got NumPy's \|V8; .*astype"),
+    "masked": (np.ma.array([1]), "indices is a masked array"),
+}
+
+
+@pytest.mark.filterwarnings("error")
+class TestNumpyIndices:
+    @pytest.mark.parametrize("form", INTEGERS)
+    def test_select_as_in_numpy(self, target: Target, form: str) -> None:
+        indices = INTEGERS[form]()
+        before = indices.tobytes()
+        numbers = np.arange(12.0).reshape(4, 3)
+        table = torch.from_numpy(numbers).to(target.device)
+        want = numbers[np.asarray(indices).astype(np.int64)]
+        plan = multigather.plan(table, backend=target.backend)
+        out = torch.empty(want.shape, dtype=torch.float64, device=target.device)
+        for _ in range(3):
+            for (got,) in (
+                multigather.gather(indices, table, backend=target.backend),
+                plan(indices),
+                plan(indices, out=(out.zero_(),)),
+                multigather.gather(indices, table, out=(out.zero_(),), backend=target.backend),
+            ):
+                assert got.shape == want.shape and np.array_equal(got.cpu().numpy(), want)
+        assert indices.tobytes() == before
+
+    @pytest.mark.parametrize("form", NO_INTEGERS)
+    def test_others_are_refused(self, form: str) -> None:
+        indices, text = NO_INTEGERS[form]
+        table = torch.arange(4)
+        plan = multigather.plan(table)
+        for call in (
+            lambda: multigather.gather(indices, table),
+            lambda: multigather.gather(indices, table, out=(torch.empty(1).long(),)),
+            lambda: plan(indices),
+            lambda: multigather.explain(indices, table),
+        ):
+            with pytest.raises(TypeError, match=text):
+                call()
+
+    def test_remedies_work(self) -> None:
+        table = torch.arange(4)
+        dates = np.array([3, 1]).view("M8[s]")
+        for indices, want in (
+            (dates.astype(np.int64), [3, 1]),
+            (np.array([False, True, True]).nonzero()[0], [1, 2]),
+            (np.array(["2"]).astype(np.int64), [2]),
+            (PACKED["f0"], [1, 0, 1]),
+        ):
+            assert multigather.gather(indices, table)[0].tolist() == want
+
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16, torch.complex64])
+    def test_dlpack_of_other_kinds(self, dtype: torch.dtype) -> None:
+        indices = Exporter(torch.ones(2, dtype=dtype))
+        for call in (multigather.plan(torch.arange(4)), lambda i: multigather.gather(i, ROWS)):
+            with pytest.raises(TypeError, match=f"integer dtype, got {dtype}; (use|convert)"):
+                call(indices)
+
+
+def elements(dtype: Any, *shape: int) -> np.ndarray:
+    """An array whose bytes are all different enough."""
+    count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.frombuffer(bytes(7 * n % 120 for n in range(count)), dtype).reshape(shape).copy()
+
+
+# Pairs that NumPy takes for the same, and pairs of one size that it does not.
+SAME_DTYPES = [
+    (">i4", ">i4"), ("<i4", "=i4"), ("l", "q"), ("Q", "L"), ("M8[ns]", "M8[ns]"),
+    ("m8[s]", "m8[s]"), ("S5", "S5"), ("U3", "U3"), ("V6", "V6"), ("g", "g"), ("G", "G"),
+    (">c8", ">c8"), (">f2", ">f2"),
+    ([("a", "u1"), ("b", "i8")], [("a", "u1"), ("b", "i8")]),
+    ([(("title", "a"), "i4")], [(("title", "a"), "i4")]),
+]  # fmt: skip
+OTHER_DTYPES = [
+    (">i4", ">f4"), (">i4", "<i4"), ("<i4", ">i4"), (">i4", "<f4"), ("M8[ns]", "M8[us]"),
+    ("M8[ns]", "m8[ns]"), ("M8[ns]", "i8"), ("i8", "M8[ns]"), ("S4", "U1"), ("S5", "V5"),
+    ("S5", "S6"), ("g", "V16"), ("g", "c16"), ("c16", "g"), (">i4", "4u1"),
+    ([("a", "i4"), ("b", "i4")], [("a", "i4"), ("c", "i4")]),
+    ([("a", "i4"), ("b", "i4")], [("b", "i4"), ("a", "i4")]),
+    ([("a", "i4"), ("b", "i4")], "i8"),
+    ("i8", [("a", "i4"), ("b", "i4")]),
+    ([(("title", "a"), "i4")], [(("other", "a"), "i4")]),
+    (
+        {"names": ["a"], "formats": ["i4"], "offsets": [0], "itemsize": 8},
+        {"names": ["a"], "formats": ["i4"], "offsets": [4], "itemsize": 8},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("error")
+class TestNumpyOutputs:
+    @staticmethod
+    def calls(indices: Any, source: Any, backend: str | None = None) -> list[Any]:
+        plan = multigather.plan(source, backend=backend)
+        return [
+            lambda out: multigather.gather(indices, source, out=(out,), backend=backend),
+            lambda out: plan(indices, out=(out,)),
+            lambda out: multigather.gather(
+                indices, {"k": [source]}, out=({"k": [out]},), backend=backend
+            )[0]["k"],
+        ]
+
+    @pytest.mark.parametrize("dtypes", SAME_DTYPES, ids=str)
+    def test_same_dtype(self, target: Target, dtypes: tuple[Any, Any]) -> None:
+        if target.device != "cpu":
+            pytest.skip("NumPy arrays are on the CPU")
+        source, indices = elements(dtypes[0], 4, 3), np.array([3, 0])
+        for call in self.calls(indices, source, target.backend):
+            for _ in range(3):
+                out = np.zeros((2, 3), dtypes[1])
+                (got,) = call(out)
+                assert got is out and out.tobytes() == source[indices].tobytes()
+
+    @pytest.mark.parametrize("dtypes", OTHER_DTYPES, ids=str)
+    def test_other_dtype(self, dtypes: tuple[Any, Any]) -> None:
+        source, indices = elements(dtypes[0], 4), np.array([3, 0])
+        for call in self.calls(indices, source):
+            for _ in range(3):
+                out = np.zeros(2, dtypes[1])
+                with pytest.raises(
+                    ValueError, match=r"^out\[0\].* has (dtype|shape) .*bufs\[0\]"
+                ) as error:
+                    call(out)
+                if np.dtype(dtypes[1]).subdtype is None:
+                    assert str(source.dtype) in str(error.value)
+                assert not any(out.tobytes())
+
+    def test_tensors_and_arrays(self) -> None:
+        """Bytes of a tensor are no elements of an array's dtype, nor the other way round."""
+        indices = torch.tensor([3, 0])
+        tensor, array = torch.arange(16, dtype=torch.uint8).view(4, 4), elements(">i4", 4)
+        for source, out, have, want in (
+            (tensor, np.zeros(2, ">i4"), ">i4", r"torch\.uint8"),
+            (array, torch.zeros(2, 4, dtype=torch.uint8), r"torch\.uint8", ">i4"),
+            (array, torch.zeros(2, dtype=torch.int32), r"torch\.int32", ">i4"),
+            (torch.arange(4, dtype=torch.int32), np.zeros(2, ">i4"), ">i4", r"torch\.int32"),
+        ):
+            for call in self.calls(indices, source):
+                with pytest.raises(ValueError, match=rf"out.* has dtype {have}, bufs.* has {want}"):
+                    call(out)
+                assert not bool((out != 0).any())
+
+    def test_fields_of_packed_records(self) -> None:
+        """No tensor can have their strides, but the elements are torch's."""
+        indices, source = np.array([2, 0]), PACKED["f1"]
+        for call in self.calls(indices, source):
+            for out in (np.zeros(2, np.int64), torch.zeros(2, dtype=torch.int64)):
+                call(out)
+                assert out.tolist() == [-1, 2]
+            with pytest.raises(ValueError, match=r"has dtype torch\.float64, .* has int64"):
+                call(torch.zeros(2, dtype=torch.float64))
+        records = np.zeros(2, PACKED.dtype)
+        for call in self.calls(indices, source):
+            call(records["f1"])
+            assert records["f1"].tolist() == [-1, 2] and not records["f2"].any()
+        for call in self.calls(indices, torch.from_numpy(source.copy())):
+            with pytest.raises(ValueError, match=r"no multiple.*pass a contiguous array"):
+                call(records["f1"])
 
 
 class Exporter:

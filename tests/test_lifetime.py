@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import gc
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import HAVE_GPU, Target
+from torch.utils import _pytree as pytree
 
 import multigather
 from multigather import api
@@ -72,6 +79,208 @@ def test_plans_outlive_the_callers_buffers(target: Target) -> None:
             rows, second = plan(indices)
             assert (rows == number).all()
             assert (second["b"] == number).all()
+
+
+# --------------------------------------------------------------------- what a call must not keep
+
+
+class Name:
+    """A key, or a context, that is no string."""
+
+    def __hash__(self) -> int:
+        return 7
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Name)
+
+
+class Own:
+    """A container that a program registers, with a context of its own."""
+
+    def __init__(self, context: Any, items: list[Any]) -> None:
+        self.context, self.items = context, items
+
+
+pytree.register_pytree_node(
+    Own,
+    lambda own: (own.items, own.context),
+    lambda items, context: Own(context, list(items)),
+    flatten_with_keys_fn=lambda own: (
+        [(pytree.SequenceKey(number), item) for number, item in enumerate(own.items)],
+        own.context,
+    ),
+)
+
+
+@dataclasses.dataclass
+class Fields:
+    """A registered dataclass."""
+
+    first: Any
+    second: Any
+
+
+torch.export.register_dataclass(Fields)
+
+
+class Array:
+    """An array of another library."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.tensor.__dlpack_device__()
+
+
+class Text(str):
+    """A string that can be watched."""
+
+
+def containers_of(rows: int) -> dict[str, Any]:
+    """One of every kind of argument, new each time."""
+
+    def tensor() -> torch.Tensor:
+        return torch.arange(rows * 3).view(rows, 3)
+
+    pair = collections.namedtuple("pair", "a b")  # a class that goes, too
+    kinds: dict[str, Any] = {
+        "tensor": tensor(),
+        "list": [tensor(), (tensor(),)],
+        "dict": {"a": tensor(), 3: tensor()},
+        "dict of objects": {Name(): tensor()},
+        "dict of subclassed strings": {Text("a"): tensor()},
+        "dict of tuples": {("a", Name()): tensor()},
+        "dict with default": collections.defaultdict(Name, {"a": tensor()}),
+        "ordered": collections.OrderedDict({"a": tensor(), Name(): tensor()}),
+        "deque": collections.deque([tensor()], maxlen=4),
+        "named tuple": pair(tensor(), None),
+        "dataclass": Fields(tensor(), {"k": tensor()}),
+        "own container": Own(Name(), [tensor()]),
+        "own container, plain context": Own(["x", 1], [tensor()]),
+        "NumPy": np.zeros((rows, 3), np.float32),
+        "NumPy, bytes": np.zeros((rows, 3), ">i4"),
+        "NumPy, read-only": np.frombuffer(bytes(rows * 8), np.int64),
+        "other library": Array(tensor()),
+    }
+    try:
+        import tensordict
+    except ImportError:
+        return kinds
+    make = tensordict.TensorDict
+
+    @tensordict.tensorclass
+    class Sample:
+        image: torch.Tensor
+        label: Any = None
+
+    data = tensordict.NonTensorData(Name(), batch_size=[rows])
+    names = [Name() for _ in range(rows)]
+    kinds |= {
+        "TensorDict": make({"a": tensor(), "n": {"b": tensor()}}, [rows]),
+        "TensorDict of subclassed strings": make({Text("a"): tensor()}, [rows]),
+        "TensorDict with data": make({"a": tensor(), "s": data}, [rows]),
+        "TensorDict with objects": make({"s": tensordict.NonTensorStack(*names)}, [rows]),
+        "TensorDict, shared": make(
+            {"a": tensor(), "u": tensordict.UnbatchedTensor(torch.ones(2))}, [rows]
+        ),
+        "tensorclass": Sample(tensor(), tensor(), batch_size=[rows]),
+        "stack": tensordict.lazy_stack([make({"a": torch.ones(n)}, []) for n in range(rows)]),
+    }
+    return kinds
+
+
+def parts(item: Any) -> Iterator[Any]:
+    """An argument and all in it that a weak reference can watch."""
+    seen = set()
+    remaining = [item]
+    while remaining:
+        each = remaining.pop()
+        if id(each) in seen or isinstance(each, (type, int, float, bytes, type(None))):
+            continue
+        seen.add(id(each))
+        if isinstance(each, (tuple, list, collections.deque, set)):
+            remaining += each
+        if isinstance(each, dict):
+            remaining += [*each, *each.values()]
+        if hasattr(type(each), "__weakref__") or isinstance(each, (torch.Tensor, np.ndarray)):
+            yield each
+        if type(each).__module__ != "torch":
+            remaining.append(getattr(each, "__dict__", None))
+
+
+def alive(watched: list[weakref.ref[Any]]) -> list[Any]:
+    gc.collect()
+    return [type(each()) for each in watched if each() is not None]
+
+
+@pytest.mark.parametrize("kind", containers_of(1))
+def test_nothing_of_the_caller_s_is_kept(target: Target, kind: str) -> None:
+    """Neither buffers, containers, keys and contexts nor indices and rows, of many sizes."""
+    if target.device != "cpu":
+        pytest.skip("arrays and data on the CPU")
+    watched: list[weakref.ref[Any]] = []
+    for rows in range(3, 5 if target.name == "triton-interpreter" else 23):
+        source, indices = containers_of(rows)[kind], torch.tensor([rows - 1, 0])
+        results = []
+        for _ in range(3):
+            results.append(multigather.gather(indices, source, backend=target.backend))
+            results.append(multigather.gather(indices.numpy(), source, backend=target.backend))
+        watched += [weakref.ref(each) for each in parts([source, indices, results[:4]])]
+        with pytest.raises(IndexError):
+            multigather.gather(indices + rows, source, backend=target.backend)
+        del source, indices, results
+    assert len(watched) > 3
+    assert not alive(watched)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "dict", "dict of objects", "dataclass", "NumPy"])
+def test_outputs_are_not_kept(target: Target, kind: str) -> None:
+    if target.device != "cpu":
+        pytest.skip("arrays on the CPU")
+    watched: list[weakref.ref[Any]] = []
+    for rows in range(3, 5 if target.name == "triton-interpreter" else 9):
+        source, out = containers_of(rows)[kind], containers_of(2)[kind]
+        for _ in range(4):
+            multigather.gather(torch.tensor([0, 1]), source, out=(out,), backend=target.backend)
+        watched += [weakref.ref(each) for each in parts([source, out])]
+        del source, out
+    assert not alive(watched)
+
+
+@pytest.mark.parametrize("kind", containers_of(1))
+def test_a_plan_s_buffers_go_with_it(kind: str) -> None:
+    source = containers_of(5)[kind]
+    watched = [weakref.ref(each) for each in parts(source)]
+    plan = multigather.plan(source)
+    del source
+    for _ in range(3):
+        plan(torch.tensor([1, 0]))
+    with pytest.raises(IndexError):
+        plan(torch.tensor([5]))
+    assert watched and len(alive(watched)) == len(watched)
+    del plan
+    assert not alive(watched)
+
+
+@pytest.mark.parametrize("kind", ["dict of objects", "own container", "dict of tuples"])
+def test_names_in_errors_are_of_this_call_s_keys(kind: str) -> None:
+    """Not of another call's with as many buffers of the same layout."""
+    plain = {"x": torch.arange(9).view(3, 3)}
+    with pytest.raises(IndexError, match=r"bufs\[0\]\['x'\]"):
+        multigather.gather(torch.tensor([3]), plain)
+    for _ in range(2):
+        with pytest.raises(IndexError, match=r"bufs\[0\]\[(<|0|\('a', <)"):
+            multigather.gather(torch.tensor([3]), containers_of(3)[kind])
+    with pytest.raises(IndexError, match=r"bufs\[0\]\.first"):
+        multigather.gather(torch.tensor([3]), Fields(plain["x"], None))
+    with pytest.raises(IndexError, match=r"bufs\[0\]\[True\]"):
+        multigather.gather(torch.tensor([3]), {True: plain["x"]})
+    with pytest.raises(IndexError, match=r"bufs\[0\]\[1\]"):
+        multigather.gather(torch.tensor([3]), {1: plain["x"]})
 
 
 @pytest.mark.skipif(not HAVE_GPU, reason="torch sees no CUDA device")

@@ -7,6 +7,8 @@ import inspect
 import pytest
 import torch
 
+import multigather
+from multigather.integrations import sglang
 from multigather.integrations.sglang import gather_spec_extras
 
 # Slots of the pool, requests, topk, hidden size.
@@ -52,8 +54,47 @@ def assert_gathered(indices: torch.Tensor, bufs: list[torch.Tensor | None]) -> N
 
 def test_signature() -> None:
     assert list(inspect.signature(gather_spec_extras).parameters) == [
-        "indices", "topk_p_buf", "topk_index_buf", "output_tokens_buf", "hidden_states_buf",
+        "indices", "topk_p_buf", "topk_index_buf", "output_tokens_buf", "hidden_states_buf", "more",
     ]  # fmt: skip
+
+
+RELAY = ("hidden states", "draft_probs", "dsa_topk_indices", "new_seq_lens")
+
+
+@pytest.mark.parametrize("missing", [(), *((each,) for each in RELAY), RELAY[:3], RELAY], ids=str)
+def test_all_that_the_relay_keeps(device: str, missing: tuple[str, ...]) -> None:
+    """The newer relay gathers up to three more pools by the same slots; any may be missing."""
+    bufs = pools(device, 33, 4, (3, 64), torch.bfloat16)
+    bufs += [
+        torch.rand(33, 3, 1001, device=device),
+        torch.randint(4096, (33, 512), dtype=torch.int32, device=device),
+        torch.randint(4096, (33,), device=device),
+    ]
+    for name in missing:
+        bufs[3 + RELAY.index(name)] = None
+    indices = torch.tensor([5, 32, 0, 5], device=device)
+    for turn in range(3):
+        results = gather_spec_extras(indices.roll(turn), *bufs)
+        assert len(results) == 7
+        for result, buf in zip(results, bufs, strict=True):
+            if buf is None:
+                assert result is None
+            else:
+                assert result.dtype == buf.dtype
+                assert torch.equal(result, buf[indices.roll(turn)])
+
+
+def test_the_relay_s_pools_are_one_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(indices: torch.Tensor, *bufs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        calls.append(len(bufs))
+        return multigather.gather(indices, *bufs)
+
+    monkeypatch.setattr(sglang, "gather", counted)
+    bufs = pools("cpu", 9, 1, None, torch.bfloat16)
+    sglang.gather_spec_extras(torch.tensor([1]), *bufs, None, torch.ones(9, 4), torch.ones(9))
+    assert calls == [5]
 
 
 @pytest.mark.parametrize("with_hidden", [True, False], ids=["hidden", "no hidden"])

@@ -12,7 +12,7 @@ os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")  # before torchrl reads it
 pytest.importorskip("torchrl", reason="torchrl is not installed (pip install 'torchrl>=0.14')")
 
 from scripts import load
-from tensordict import TensorDict, lazy_stack, tensorclass
+from tensordict import NonTensorStack, TensorDict, UnbatchedTensor, lazy_stack, tensorclass
 from torch.utils import _pytree as pytree
 from torchrl import data as rl
 from torchrl.data import replay_buffers as theirs
@@ -217,6 +217,56 @@ def test_what_cannot_be_gathered_is_read_by_torchrl() -> None:
         assert torch.equal(got["a"], want["a"]) and got.batch_size == want.batch_size
     with pytest.raises(RuntimeError, match="non-initialized"):
         ours.LazyTensorStorage(3).get(torch.tensor([0]))
+
+
+@pytest.mark.parametrize("kind", ["TensorDict", "tensorclass"])
+def test_tensors_that_all_rows_share(kind: str, gathers: list[int]) -> None:
+    """They come back whole, with the class that says so, and no index is held against them."""
+    inner = TensorDict({"reward": torch.arange(6), "scale": UnbatchedTensor(torch.rand(2))}, [6])
+    data = TensorDict(
+        {"obs": torch.rand(6, 2), "next": inner, "u": UnbatchedTensor(torch.rand(3))}, [6]
+    )
+    if kind == "tensorclass":
+        data = Sample(obs=UnbatchedTensor(torch.rand(3)), next=inner, batch_size=[6])
+    for index in (torch.tensor([5, 1]), torch.tensor([[3], [-1]]), torch.tensor(4)):
+        want, got = (each.get(index) for each in pair("TensorStorage", data))
+        assert_same(got, want)
+        for one, other in ((got, want), (got.get("next"), want.get("next"))):
+            for key, value in other.items():
+                assert type(one.get(key)) is type(value), key
+                if isinstance(value, UnbatchedTensor):
+                    assert one.get(key).batch_size == value.batch_size == index.shape
+    assert len(gathers) == 3
+
+
+def test_tensors_that_all_rows_share_in_two_dimensions() -> None:
+    data = TensorDict(
+        {"a": torch.arange(12).view(6, 2), "u": UnbatchedTensor(torch.rand(3))}, [6, 2]
+    )
+    for index in ((torch.tensor([5, 1]), torch.tensor([1, 0])), torch.tensor([5, 1])):
+        want, got = (each.get(index) for each in pair("TensorStorage", data, ndim=2))
+        assert torch.equal(got["a"], want["a"]) and got.batch_size == want.batch_size
+        assert type(got["u"]) is UnbatchedTensor and got["u"].batch_size == want["u"].batch_size
+
+
+@pytest.mark.parametrize("storage", ["TensorStorage", "LazyTensorStorage"])
+def test_objects_among_the_tensors(storage: str) -> None:
+    data = TensorDict({"a": torch.arange(6), "s": NonTensorStack(*"abcdef")}, [6])
+    found = []
+    for each in pair(storage, data if storage == "TensorStorage" else 10):
+        if storage != "TensorStorage":
+            each.set(range(6), data)
+        found.append([each.get(torch.tensor(index)) for index in ([5, 1], [[0], [-1]], 3)])
+        with pytest.raises(IndexError):
+            each.get(torch.tensor([6]))
+    for want, got in zip(*found, strict=True):
+        assert torch.equal(got["a"], want["a"]) and got["s"] == want["s"]
+        assert type(got.get("s")) is type(want.get("s"))
+    pairs = NonTensorStack(*(NonTensorStack(*"xy") for _ in range(6)))
+    both = TensorDict({"a": torch.arange(12).view(6, 2), "s": pairs}, [6, 2])
+    index = torch.tensor([5, 1]), torch.tensor([1, 0])
+    want, got = (each.get(index) for each in pair("TensorStorage", both, ndim=2))
+    assert torch.equal(got["a"], want["a"]) and got["s"] == want["s"] == ["y", "x"]
 
 
 def test_new_keys_and_replaced_tensors_are_seen() -> None:

@@ -145,6 +145,7 @@ class ShardedPlan:
         def own_part() -> Part:
             options.check()
             self._buffers = Buffers(containers.copied(bufs))
+            containers.check_shareable(self._buffers.structure)
             self._tensors = self._buffers.tensors
             local = local_executable(self._buffers, options.bounds, backend)
             return Part(local, peer.slab_of(self._tensors))

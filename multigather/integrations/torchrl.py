@@ -128,6 +128,8 @@ def _plain(leaf: Any, dims: int) -> torch.Tensor:
     tensor: torch.Tensor = leaf
     if dims == 1:
         return tensor
+    if tensor.dim() < dims:
+        raise ValueError("the storage holds what only tensordict can index")
     try:
         # No -1 for the rows: a tensor without elements leaves open what it stands for.
         return tensor.view(tensor.shape[:dims].numel(), *tensor.shape[dims:])
