@@ -226,9 +226,9 @@ def add_by_torch(
 ) -> list[torch.Tensor]:
     """The sums of buffers of these shapes, by differentiable operations of torch on any device.
 
-    Types below float32 take the steps of scatter_add.cu: the gradients of each row are added in
-    float32 at one of their positions, and what is added in their own type is then one number and
-    zeros. So no float32 copy of the buffer is made, which takes five times the bytes of its zeros.
+    Types below float32 are added in float32. Where a copy of the buffer in float32 would be larger
+    than the gradient, each row's sum is made at one of its positions, as by scatter_add.cu; what is
+    then added in the buffer's type is one number and zeros.
     """
     flat = as_int64(indices.reshape(-1))
     resolved: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -236,9 +236,8 @@ def add_by_torch(
     plain = is_plain(flat)
     sums: list[torch.Tensor] = []
     for shape, gradient in zip(shapes, gradients, strict=True):
-        total = gradient.new_zeros(shape)
-        sums.append(total)
         if shape[0] == 0:
+            sums.append(gradient.new_zeros(shape))
             continue
         # A traced row count cannot be looked up.
         key = shape[0] if plain else len(sums)
@@ -255,18 +254,26 @@ def add_by_torch(
             gradient = torch.where(bad.view(-1, *aside), 0, gradient)
         dtype = gradient.dtype
         wide = torch.complex64 if dtype.is_complex else torch.float32
-        if dtype.itemsize < wide.itemsize:
+        # The last has no zero; torch has no gradients of it.
+        if dtype.itemsize < wide.itemsize and dtype != torch.float8_e8m0fnu:
+            gradient = gradient.to(wide)
+            # Numbers of traced rows are not compared: the graph would be of one outcome.
+            if plain and shape[0] <= flat.shape[0]:
+                total = gradient.new_zeros(shape).index_add_(0, rows, gradient)
+                sums.append(total.to(dtype))
+                continue
             if key not in chosen:
                 chosen[key] = _one_position(rows, shape[0])
             position, others = chosen[key]
-            added = gradient.new_zeros(gradient.shape, dtype=wide)
-            added.index_add_(0, position, gradient.to(wide))
+            added = gradient.new_zeros(gradient.shape).index_add_(0, position, gradient)
             gradient = torch.where(others.view(-1, *aside), 0, added).to(dtype)
+        total = gradient.new_zeros(shape)
         if dtype.itemsize == 1:
             # The 8-bit floats have no index_add; this is the gradient of b[indices].
             total.index_put_((rows,), gradient, accumulate=True)
         else:
             total.index_add_(0, rows, gradient)
+        sums.append(total)
     return sums
 
 
