@@ -254,10 +254,10 @@ def add_by_torch(
             gradient = torch.where(bad.view(-1, *aside), 0, gradient)
         dtype = gradient.dtype
         wide = torch.complex64 if dtype.is_complex else torch.float32
-        # The last has no zero; torch has no gradients of it.
+        # The last has no zero, and as torch has no gradients of it, index_put_ refuses it.
         if dtype.itemsize < wide.itemsize and dtype != torch.float8_e8m0fnu:
             gradient = gradient.to(wide)
-            # Numbers of traced rows are not compared: the graph would be of one outcome.
+            # Traced numbers of rows cannot be compared.
             if plain and shape[0] <= flat.shape[0]:
                 total = gradient.new_zeros(shape).index_add_(0, rows, gradient)
                 sums.append(total.to(dtype))

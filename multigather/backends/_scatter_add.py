@@ -39,8 +39,8 @@ ELEMENTS = {
     torch.complex64: FLOAT,
     torch.complex128: DOUBLE,
 }
-# The most bytes of a gradient that a thread adds at once: where one instruction can add four floats,
-# and where not. Doubles are always added one by one.
+# The most bytes of a gradient that a thread adds at once: where one instruction can add four
+# floats, and where not. Doubles are always added one by one.
 VECTOR_BYTES = {HALF: 8, BFLOAT: 8, FLOAT: 16, DOUBLE: 8}
 WORD_BYTES = {HALF: 2, BFLOAT: 2, FLOAT: 4, DOUBLE: 8}
 
@@ -275,9 +275,7 @@ def _prepare(
     return Prepared(tuple(copied), scratch_bytes, scratch, tuple(launches))
 
 
-def _scratch_of(
-    fields: Mapping[int, Field], count: int
-) -> tuple[int, dict[int, tuple[int, int]]]:
+def _scratch_of(fields: Mapping[int, Field], count: int) -> tuple[int, dict[int, tuple[int, int]]]:
     """Bytes of the memory beside the gradients, and where in it each field has its two parts.
 
     Buffers of as many rows have the same places, because an index selects the same rows in them.
