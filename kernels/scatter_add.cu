@@ -5,13 +5,25 @@
 // selects the same row as there; one that selects none adds nothing. It is not reported: the gather
 // has done so. common.cuh comes before this.
 //
+//   STEP        ADD; where there are 2-byte elements, CLAIM of these before it and ROUND after it
 //   FIELDS      capacity of the field table; entries past the fields in use start at tile 2^32 - 1
 //   SEARCH_STEP the largest power of two below FIELDS, 0 for one field
 //   THREADS     threads per block, a power of two
 //   UNROLL      units in flight per thread, a power of two: all loads are issued before the first
 //               addition
 //
-// Rows are added in the order in which threads happen to run, in the gradient's own type.
+// Rows are added in the order in which threads happen to run: floats and doubles where the buffer's
+// gradient is, 2-byte elements as floats elsewhere, so that each sum is rounded once. There is such
+// a sum for each index, not for each row of the buffer, of which there may be far more. In CLAIM the
+// positions of all indices of a row are written to the row's place, where one of them remains, and
+// the sums become zeros; ADD adds to that one's sum; ROUND writes that sum to the row. So each
+// element of the gradient has 4 bytes that are written, added to and read. A float for each element
+// of the buffer would be 10 bytes for each of those (zeros, a read, the rounded sum), where the
+// zeros that its gradient begins as are 2.
+
+#define CLAIM 0
+#define ADD 1
+#define ROUND 2
 
 // A field's kind: the type of its elements, plus the binary logarithm of a unit's bytes.
 #define HALF 0
@@ -21,7 +33,9 @@
 
 struct Field {
     const char* gradient;  // of the gathered rows, one for each index
-    char* sum;             // of the buffer: zeros, without gaps, aligned to 4 bytes
+    char* sum;             // of the buffer: zeros, without gaps
+    char* float_sum;       // of 2-byte elements: one row for each index, without gaps
+    unsigned* place;       // of 2-byte elements: for each row of the buffer, where its float_sum is
     i64 rows;              // valid indices are 0 .. rows - 1
     i64 gradient_stride;   // bytes from one row to the next
     unsigned first_tile;
@@ -36,164 +50,147 @@ struct Field {
 struct Parameters {
     const INDEX* indices;
     i64 index_stride;  // elements from one index to the next
-    i64 count;         // number of indices
+    i64 count;         // number of indices; with 2-byte elements, at most 2^32
     u64 unused;
     Field field[FIELDS];
 };
 
-// What is added as a whole: one element, or a pair of 2-byte elements.
 struct Half { unsigned short bits; };
-struct HalfPair { unsigned bits; };
 struct BFloat { unsigned short bits; };
-struct BFloatPair { unsigned bits; };
 
-template <typename Word, int WORDS>
-struct alignas(sizeof(Word) * WORDS) Unit {
-    Word word[WORDS];
+template <typename Element, int ELEMENTS>
+struct alignas(sizeof(Element) * ELEMENTS) Unit {
+    Element element[ELEMENTS];
 };
-
-// Whether one instruction adds up to 16 bytes (PTX ISA 8.1, so CUDA 12.1). Before sm_90 the host
-// makes units of one word, so that the words which a warp adds at once are neighbours in memory.
-#if defined(__CUDACC__) && __CUDA_ARCH__ >= 900 && \
-    (__CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 1))
-#define VECTORS 1
-#else
-#define VECTORS 0
-#endif
-
-__device__ __forceinline__ void add(float* sum, float value) { atomicAdd(sum, value); }
-__device__ __forceinline__ void add(double* sum, double value) { atomicAdd(sum, value); }
 
 #ifdef __CUDACC__
 // As PTX, because the header that has the type does not come with every NVRTC.
-__device__ __forceinline__ void add_half(unsigned short* sum, unsigned short value) {
-    asm volatile("red.global.add.noftz.f16 [%0], %1;" ::"l"(sum), "h"(value) : "memory");
+__device__ __forceinline__ float float_of_half(unsigned short bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
 }
-__device__ __forceinline__ void add_half_pair(unsigned* sum, unsigned value) {
-    asm volatile("red.global.add.noftz.f16x2 [%0], %1;" ::"l"(sum), "r"(value) : "memory");
-}
-#endif
-__device__ __forceinline__ void add(Half* sum, Half value) { add_half(&sum->bits, value.bits); }
-__device__ __forceinline__ void add(HalfPair* sum, HalfPair value) {
-    add_half_pair(&sum->bits, value.bits);
-}
-
-#if VECTORS
-__device__ __forceinline__ void add(BFloat* sum, BFloat value) {
-    asm volatile("red.global.add.noftz.bf16 [%0], %1;" ::"l"(sum), "h"(value.bits) : "memory");
-}
-__device__ __forceinline__ void add(BFloatPair* sum, BFloatPair value) {
-    asm volatile("red.global.add.noftz.bf16x2 [%0], %1;" ::"l"(sum), "r"(value.bits) : "memory");
-}
-#else
-__device__ __forceinline__ unsigned bfloat_sum(unsigned a, unsigned b) {
-    const float sum = __uint_as_float(a << 16) + __uint_as_float(b << 16);
-    if (sum != sum) return 0x7fff;
-    const unsigned bits = __float_as_uint(sum);
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to nearest, ties to even
-}
-__device__ __forceinline__ void add(BFloat* sum, BFloat value) {
-    unsigned short old = *(volatile unsigned short*)&sum->bits, before;
-    do {
-        before = old;
-        old = atomicCAS(&sum->bits, before, (unsigned short)bfloat_sum(before, value.bits));
-    } while (old != before);
-}
-__device__ __forceinline__ void add(BFloatPair* sum, BFloatPair value) {
-    unsigned old = *(volatile unsigned*)&sum->bits, before;
-    do {
-        before = old;
-        const unsigned low = bfloat_sum(before & 0xffff, value.bits & 0xffff);
-        const unsigned high = bfloat_sum(before >> 16, value.bits >> 16);
-        old = atomicCAS(&sum->bits, before, high << 16 | low);
-    } while (old != before);
+__device__ __forceinline__ unsigned short half_of_float(float value) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
 }
 #endif
 
-template <typename Word, int WORDS>
-__device__ __forceinline__ void add(Unit<Word, WORDS>* sum, const Unit<Word, WORDS>& value) {
+// An element as what it is added as, and back: to nearest, ties to even.
+__device__ __forceinline__ float wide(float value) { return value; }
+__device__ __forceinline__ double wide(double value) { return value; }
+__device__ __forceinline__ float wide(Half value) { return float_of_half(value.bits); }
+__device__ __forceinline__ float wide(BFloat value) {
+    return __uint_as_float((unsigned)value.bits << 16);
+}
+template <typename Element> __device__ Element narrow(float value);
+template <> __device__ __forceinline__ Half narrow(float value) { return {half_of_float(value)}; }
+template <> __device__ __forceinline__ BFloat narrow(float value) {
+    if (value != value) return {0x7fff};
+    const unsigned bits = __float_as_uint(value);
+    return {(unsigned short)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
+// One instruction adds 16 bytes from sm_90 on (PTX ISA 8.1, so CUDA 12.1). Before, the host makes
+// units of one element, so that what a warp adds at once is side by side in memory. A GPU's float
+// additions take what is below 2^-126 as zero, which of 2-byte elements only bfloats can be.
+template <typename Element, int ELEMENTS>
+__device__ __forceinline__ void add(
+    Unit<Element, ELEMENTS>* sum, const Unit<Element, ELEMENTS>& value) {
 #pragma unroll
-    for (int n = 0; n < WORDS; n++) add(sum->word + n, value.word[n]);
+    for (int n = 0; n < ELEMENTS; n++) atomicAdd(sum->element + n, value.element[n]);
 }
-
-// A GPU adds 2-byte elements in pairs: red.f16 and red.bf16 become loops of compare and
-// swap (sm_75 to sm_120, CUDA 13.0). So one is added with -0.0 for its neighbour, which that leaves
-// as it is. The last of all may have no neighbour.
-template <typename Pair, typename Single>
-__device__ __forceinline__ void add_in_pair(Single* sum, Single value, const Single* end) {
-    const unsigned high = (u64)sum >> 1 & 1;
-    Single* low = sum - high;
-    if (low + 2 > end) return add(sum, value);
-    const Pair pair = {high ? (unsigned)value.bits << 16 | 0x8000 : 0x80000000 | value.bits};
-    add((Pair*)low, pair);
+#if defined(__CUDACC__) && __CUDA_ARCH__ >= 900 && \
+    (__CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 1))
+__device__ __forceinline__ void add(Unit<float, 2>* sum, const Unit<float, 2>& value) {
+    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};"
+                 ::"l"(sum), "f"(value.element[0]), "f"(value.element[1])
+                 : "memory");
 }
-
-#if VECTORS
-#define ADD_PAIR_AND_QUAD(WORD, NOFTZ, TYPE, CONSTRAINT, VALUE)                                  \
-    __device__ __forceinline__ void add(Unit<WORD, 2>* sum, const Unit<WORD, 2>& value) {        \
-        const WORD* word = value.word;                                                           \
-        asm volatile("red.global.add" NOFTZ ".v2" TYPE " [%0], {%1, %2};"                        \
-                     ::"l"(sum), CONSTRAINT(word[0] VALUE), CONSTRAINT(word[1] VALUE)            \
-                     : "memory");                                                                \
-    }                                                                                            \
-    __device__ __forceinline__ void add(Unit<WORD, 4>* sum, const Unit<WORD, 4>& value) {        \
-        const WORD* word = value.word;                                                           \
-        asm volatile("red.global.add" NOFTZ ".v4" TYPE " [%0], {%1, %2, %3, %4};"                \
-                     ::"l"(sum), CONSTRAINT(word[0] VALUE), CONSTRAINT(word[1] VALUE),           \
-                     CONSTRAINT(word[2] VALUE), CONSTRAINT(word[3] VALUE)                        \
-                     : "memory");                                                                \
-    }
-ADD_PAIR_AND_QUAD(float, "", ".f32", "f", )
-ADD_PAIR_AND_QUAD(HalfPair, ".noftz", ".f16x2", "r", .bits)
-ADD_PAIR_AND_QUAD(BFloatPair, ".noftz", ".bf16x2", "r", .bits)
+__device__ __forceinline__ void add(Unit<float, 4>* sum, const Unit<float, 4>& value) {
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(sum), "f"(value.element[0]), "f"(value.element[1]), "f"(value.element[2]),
+                   "f"(value.element[3])
+                 : "memory");
+}
 #endif
 
-template <typename Value>
-__device__ __forceinline__ void add_at(const Field& field, i64 at, const Value& value) {
-    add((Value*)field.sum + at, value);
-}
-__device__ __forceinline__ void add_at(const Field& field, i64 at, const Unit<Half, 1>& value) {
-    Half* sum = (Half*)field.sum;
-    add_in_pair<HalfPair>(sum + at, value.word[0], sum + field.rows * field.units);
-}
-__device__ __forceinline__ void add_at(const Field& field, i64 at, const Unit<BFloat, 1>& value) {
-    BFloat* sum = (BFloat*)field.sum;
-    add_in_pair<BFloatPair>(sum + at, value.word[0], sum + field.rows * field.units);
-}
+// Where a thread's units are. A row has a power of two of threads side by side, so that a thread
+// finds its row and its column by shifts; one that is past the row's end idles.
+struct Slots {
+    i64 first;
+    unsigned first_column, lanes, columns;
 
-// Adds UNROLL units of each thread. A row has a power of two of threads side by side, so that a
-// thread finds its row and its column by shifts; one that is past the row's end idles.
-template <typename Word, int WORDS>
-__device__ __forceinline__ void add_tile(const Parameters& p, const Field& field, unsigned tile) {
-    typedef Unit<Word, WORDS> Value;
-    const unsigned lanes = field.log2_lanes, columns = field.log2_columns;
-    const unsigned rows_aside = THREADS >> lanes;
-    const unsigned band = tile / field.pieces, piece = tile - band * field.pieces;
-    const i64 first = (i64)band * (rows_aside * (UNROLL >> columns)) + (threadIdx.x >> lanes);
-    const unsigned first_column =
-        (piece << (lanes + columns)) + (threadIdx.x & ((1u << lanes) - 1));
+    __device__ __forceinline__ Slots(const Field& field, unsigned tile)
+        : lanes(field.log2_lanes), columns(field.log2_columns) {
+        const unsigned band = tile / field.pieces, piece = tile - band * field.pieces;
+        first = (i64)band * ((THREADS >> lanes) * (UNROLL >> columns)) + (threadIdx.x >> lanes);
+        first_column = (piece << (lanes + columns)) + (threadIdx.x & ((1u << lanes) - 1));
+    }
+    __device__ __forceinline__ i64 position(int u) const {
+        return first + (u >> columns) * (THREADS >> lanes);
+    }
+    __device__ __forceinline__ unsigned column(int u) const {
+        return first_column + ((u & ((1u << columns) - 1)) << lanes);
+    }
+};
+
+// The step for UNROLL units of each thread.
+template <typename Element, int ELEMENTS>
+__device__ __forceinline__ void run_tile(const Parameters& p, const Field& field, unsigned tile) {
+    typedef Unit<Element, ELEMENTS> Value;
+    typedef Unit<decltype(wide(Element())), ELEMENTS> Sum;
+    const bool apart = sizeof(Sum) != sizeof(Value);
+    Sum* const sums = (Sum*)(apart ? field.float_sum : field.sum);
+    const Slots slots(field, tile);
     INDEX index[UNROLL];
     Value value[UNROLL];
     bool active[UNROLL];
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
-        const i64 position = first + (u >> columns) * rows_aside;
-        const unsigned column = first_column + ((u & ((1u << columns) - 1)) << lanes);
-        active[u] = position < p.count && column < field.units;
+        const i64 position = slots.position(u);
+        active[u] = position < p.count && slots.column(u) < field.units;
         index[u] = 0;
         value[u] = Value();
-        if (active[u]) {
-            index[u] = __ldg(p.indices + position * p.index_stride);
-            value[u] = ((const Value*)(field.gradient + position * field.gradient_stride))[column];
-        }
+        if (!active[u]) continue;
+        index[u] = __ldg(p.indices + position * p.index_stride);
+#if STEP == ADD
+        const char* row = field.gradient + position * field.gradient_stride;
+        value[u] = ((const Value*)row)[slots.column(u)];
+#endif
     }
+    i64 row[UNROLL], sum_row[UNROLL];
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
         // An index that breaks the promise of UNCHECKED selects none either: what may then be read
         // must not be written.
-        const i64 row = row_of(index[u], field.rows).number;
-        const unsigned column = first_column + ((u & ((1u << columns) - 1)) << lanes);
-        if (active[u] && (u64)row < (u64)field.rows) add_at(field, row * field.units + column, value[u]);
+        row[u] = row_of(index[u], field.rows).number;
+        active[u] = active[u] && (u64)row[u] < (u64)field.rows;
+        sum_row[u] = row[u];
+        if (apart && STEP == CLAIM) sum_row[u] = slots.position(u);
+        if (apart && STEP != CLAIM && active[u]) sum_row[u] = __ldg(field.place + row[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+        if (!active[u]) continue;
+        const unsigned column = slots.column(u);
+        Sum* const sum = sums + sum_row[u] * field.units + column;
+#if STEP == CLAIM
+        *sum = Sum();
+        if (column == 0) *(volatile unsigned*)(field.place + row[u]) = (unsigned)sum_row[u];
+#elif STEP == ADD
+        Sum added;
+#pragma unroll
+        for (int n = 0; n < ELEMENTS; n++) added.element[n] = wide(value[u].element[n]);
+        add(sum, added);
+#else
+        if (sum_row[u] != slots.position(u)) continue;
+        const Sum found = *sum;
+#pragma unroll
+        for (int n = 0; n < ELEMENTS; n++) value[u].element[n] = narrow<Element>(found.element[n]);
+        ((Value*)field.sum)[row[u] * field.units + column] = value[u];
+#endif
     }
 }
 
@@ -206,17 +203,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Field& field = p.field[k];
     const unsigned tile = blockIdx.x - field.first_tile;
     switch (field.kind) {
-        case HALF + 1: return add_tile<Half, 1>(p, field, tile);
-        case HALF + 2: return add_tile<HalfPair, 1>(p, field, tile);
-        case HALF + 3: return add_tile<HalfPair, 2>(p, field, tile);
-        case HALF + 4: return add_tile<HalfPair, 4>(p, field, tile);
-        case BFLOAT + 1: return add_tile<BFloat, 1>(p, field, tile);
-        case BFLOAT + 2: return add_tile<BFloatPair, 1>(p, field, tile);
-        case BFLOAT + 3: return add_tile<BFloatPair, 2>(p, field, tile);
-        case BFLOAT + 4: return add_tile<BFloatPair, 4>(p, field, tile);
-        case FLOAT + 2: return add_tile<float, 1>(p, field, tile);
-        case FLOAT + 3: return add_tile<float, 2>(p, field, tile);
-        case FLOAT + 4: return add_tile<float, 4>(p, field, tile);
-        case DOUBLE + 3: return add_tile<double, 1>(p, field, tile);
+        case HALF + 1: return run_tile<Half, 1>(p, field, tile);
+        case HALF + 2: return run_tile<Half, 2>(p, field, tile);
+        case HALF + 3: return run_tile<Half, 4>(p, field, tile);
+        case BFLOAT + 1: return run_tile<BFloat, 1>(p, field, tile);
+        case BFLOAT + 2: return run_tile<BFloat, 2>(p, field, tile);
+        case BFLOAT + 3: return run_tile<BFloat, 4>(p, field, tile);
+#if STEP == ADD
+        case FLOAT + 2: return run_tile<float, 1>(p, field, tile);
+        case FLOAT + 3: return run_tile<float, 2>(p, field, tile);
+        case FLOAT + 4: return run_tile<float, 4>(p, field, tile);
+        case DOUBLE + 3: return run_tile<double, 1>(p, field, tile);
+#endif
     }
 }

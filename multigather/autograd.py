@@ -212,9 +212,9 @@ def gradients_of(
 ) -> list[torch.Tensor | None]:
     """Add each output row's gradient to the row it came from; rows of zeros came from none.
 
-    The sums are in the buffer's type, rounded after each addition, as those of ``index_add_`` and
-    of the gradient of ``b[indices]`` are. On a GPU rows are added in no certain order unless torch
-    is told to be deterministic, so repeated indices may round differently from run to run.
+    Sums of floats of 8 and 16 bits are made in float32 and rounded once, others in the buffer's own
+    type. On a GPU rows are added in no certain order unless torch is told to be deterministic, so
+    the last bits of sums of repeated indices may differ from run to run.
 
     Args:
         ctx: the context of `Gather`.
@@ -396,15 +396,20 @@ def add_by_torch(
     shapes: Sequence[torch.Size],
     gradients: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """The sums of buffers of these shapes, by differentiable operations of torch on any device."""
+    """The sums of buffers of these shapes, by differentiable operations of torch on any device.
+
+    Types below float32 are added in float32. Where a copy of the buffer in float32 would be larger
+    than the gradient, each row's sum is made at one of its positions, as by scatter_add.cu; what is
+    then added in the buffer's type is one number and zeros.
+    """
     flat = as_int64(indices.reshape(-1))
     resolved: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     plain = is_plain(flat)
     sums: list[torch.Tensor] = []
     for shape, gradient in zip(shapes, gradients, strict=True):
-        total = gradient.new_zeros(shape)
-        sums.append(total)
         if shape[0] == 0:
+            sums.append(gradient.new_zeros(shape))
             continue
         # A traced row count cannot be looked up.
         key = shape[0] if plain else len(sums)
@@ -416,15 +421,39 @@ def add_by_torch(
             resolved[key] = rows, bad
         rows, bad = resolved[key]
         gradient = gradient.reshape(flat.shape[0], *shape[1:])
+        aside = [1] * (len(shape) - 1)
         if bad is not None:
-            none = bad.view(-1, *[1] * (len(shape) - 1))
-            gradient = torch.where(none, 0, gradient)
-        if gradient.dtype.itemsize == 1:
+            gradient = torch.where(bad.view(-1, *aside), 0, gradient)
+        dtype = gradient.dtype
+        wide = torch.complex64 if dtype.is_complex else torch.float32
+        # The last has no zero, and as torch has no gradients of it, index_put_ refuses it.
+        if dtype.itemsize < wide.itemsize and dtype != torch.float8_e8m0fnu:
+            gradient = gradient.to(wide)
+            # Traced numbers of rows cannot be compared.
+            if plain and shape[0] <= flat.shape[0]:
+                total = gradient.new_zeros(shape).index_add_(0, rows, gradient)
+                sums.append(total.to(dtype))
+                continue
+            if key not in chosen:
+                chosen[key] = _one_position(rows, shape[0])
+            position, others = chosen[key]
+            added = gradient.new_zeros(gradient.shape).index_add_(0, position, gradient)
+            gradient = torch.where(others.view(-1, *aside), 0, added).to(dtype)
+        total = gradient.new_zeros(shape)
+        if dtype.itemsize == 1:
             # The 8-bit floats have no index_add; this is the gradient of b[indices].
             total.index_put_((rows,), gradient, accumulate=True)
         else:
             total.index_add_(0, rows, gradient)
+        sums.append(total)
     return sums
+
+
+def _one_position(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each position one, always the same, that has its row; and which do not have their own."""
+    positions = torch.arange(rows.shape[0], device=rows.device)
+    position = rows.new_empty(count).scatter_(0, rows, positions).gather(0, rows)
+    return position, position != positions
 
 
 def gather_again(

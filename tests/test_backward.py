@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -370,6 +371,159 @@ def test_8_bit_floats_as_torch(target: Target, dtype: torch.dtype) -> None:
         assert ours is torchs
     (gradient,) = torch.autograd.grad(gathered[1].sum(), other)
     assert gradient[:, 0].tolist() == [0, 2, 0, 2]
+
+
+# Types below float32, each with a number whose repeated sums are far from overflow.
+NARROW = {
+    torch.float16: 1.0,
+    torch.bfloat16: 1.0,
+    torch.complex32: 1.0,
+    torch.float8_e4m3fn: 2.0**-6,
+    torch.float8_e4m3fnuz: 2.0**-6,
+    torch.float8_e5m2: 2.0**-6,
+}
+# The last is longer than a thread block of the kernel.
+NARROW_SHAPES = ((), (1,), (3,), (4,), (7,), (8,), (64,), (513,))
+
+
+def parts(values: torch.Tensor) -> torch.Tensor:
+    """Real and imaginary parts in float64."""
+    if values.is_complex():
+        return torch.view_as_real(values.to(torch.complex128))
+    return values.double()
+
+
+def assert_rounded_once(
+    total: torch.Tensor, indices: torch.Tensor, addends: torch.Tensor, torchs: torch.Tensor | None
+) -> None:
+    """Compare with sums in float64, and their errors with those of torch's own gradient."""
+    wide = parts(addends)
+    shape = (len(total), *wide.shape[1:])
+    exact = wide.new_zeros(shape).index_add_(0, indices, wide)
+    size = wide.new_zeros(shape).index_add_(0, indices, wide.abs())
+    times = torch.bincount(indices, minlength=len(total)).view(-1, *[1] * (len(shape) - 1))
+    summing = times * size * torch.finfo(torch.float32).eps
+    real = torch.float16 if total.is_complex() else total.dtype
+    info = torch.finfo(real)
+    smallest = info.smallest_normal * info.eps
+    rounding = torch.clamp((exact.abs() + summing) * info.eps, min=smallest) / 2
+    error = (parts(total) - exact).abs()
+    assert (error <= rounding + summing).all(), (total.dtype, total.shape)
+    if torchs is not None:
+        assert (error <= (parts(torchs) - exact).abs() + 2 * summing).all()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("is_deterministic", [False, True], ids=["any order", "deterministic"])
+@pytest.mark.parametrize("times", [2, 512, 5000])
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_narrow_sums_are_rounded_once(
+    target: Target,
+    dtype: torch.dtype,
+    times: int,
+    is_deterministic: bool,
+    request: pytest.FixtureRequest,
+) -> None:
+    """One row's gradients are equal, another's random; the buffers have few rows, or many."""
+    if target.name == "triton-interpreter":
+        pytest.skip("the backward pass is torch's there, and the forward pass takes seconds")
+    if is_deterministic:
+        request.getfixturevalue("deterministic")
+    generator = torch.Generator().manual_seed(times)
+    indices = torch.arange(2 * times) % 2
+    indices = indices[torch.randperm(2 * times, generator=generator)]
+    random = torch.complex64 if dtype.is_complex else torch.float32
+    unit = NARROW[dtype]
+    for rows, shapes in ((3, NARROW_SHAPES), (12_000, NARROW_SHAPES[:6])):
+        buffers = [torch.ones(rows, *shape, device=target.device) for shape in shapes]
+        buffers = [buffer.to(dtype).requires_grad_() for buffer in buffers]
+        addends = []
+        for shape in shapes:
+            values = unit * torch.randn(2 * times, *shape, dtype=random, generator=generator)
+            values[indices == 0] = unit
+            addends.append(values.to(dtype).to(target.device))
+        selected = indices.to(target.device)
+        gathered = multigather.gather(selected, *buffers, backend=target.backend)
+        gradients = torch.autograd.grad(gathered, buffers, addends)
+        for buffer, total, addend in zip(buffers, gradients, addends, strict=True):
+            assert total.dtype == dtype
+            (torchs,) = torch.autograd.grad(buffer[selected], buffer, addend)
+            assert_rounded_once(total, selected, addend, torchs)
+            # Exactly, because floats count to 2^24.
+            assert torch.equal(
+                parts(total[0]).flatten(),
+                parts(torch.full_like(addend[0], unit * times)).flatten(),
+            )
+
+
+@pytest.mark.parametrize("rows", [3, 2000], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_narrow_sums_beyond_the_type(target: Target, dtype: torch.dtype, rows: int) -> None:
+    """What the sums in float32 overflow to, when they are rounded; on the way they need not fit."""
+    if target.name == "triton-interpreter":
+        pytest.skip("the backward pass is torch's there, and the forward pass takes seconds")
+    large = torch.finfo(dtype).max / 2
+    columns = {
+        math.inf: [large] * 3 + [0.0] * 3,
+        -math.inf: [-large] * 3 + [0.0] * 3,
+        math.nan: [math.inf, -math.inf, 1.0, 1.0, 1.0, 1.0],
+    }
+    if dtype == torch.float16:  # the largest bfloat has no double in float32
+        columns[0.0] = [large] * 3 + [-large] * 3
+    addends = torch.tensor(list(columns.values()), dtype=dtype, device=target.device).t()
+    indices = torch.ones(6, dtype=torch.int64, device=target.device)
+    buffer = torch.zeros(rows, len(columns), dtype=dtype, device=target.device, requires_grad=True)
+    (gathered,) = multigather.gather(indices, buffer, backend=target.backend)
+    (total,) = torch.autograd.grad(gathered, buffer, addends)
+    wanted = torch.zeros(rows, len(columns), dtype=dtype)
+    wanted[1] = torch.tensor(list(columns))
+    torch.testing.assert_close(total.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("rows", [3, 2000], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_narrow_sums_of_higher_order(target: Target, dtype: torch.dtype, rows: int) -> None:
+    """Second derivatives are rounded once too, and third ones."""
+    if target.name == "triton-interpreter":
+        pytest.skip("the backward pass is torch's there, and the forward pass takes seconds")
+    indices = torch.zeros(512, dtype=torch.int64, device=target.device)
+    for shape in ((), (4,)):
+        buffer = torch.ones(rows, *shape, dtype=dtype, device=target.device, requires_grad=True)
+        (gathered,) = multigather.gather(indices, buffer, backend=target.backend)
+        derivative = gathered**4
+        for correct in (512 * 4, 512 * 12, 512 * 24):
+            (derivative,) = torch.autograd.grad(
+                derivative, buffer, torch.ones_like(derivative), create_graph=True
+            )
+            assert (derivative[0] == correct).all() and not derivative[1:].any()
+
+
+@pytest.mark.parametrize("rows", [3, 2000], ids=["few rows", "many rows"])
+def test_narrow_sums_skip_indices_without_a_row(target: Target, rows: int) -> None:
+    """They take no other index's place, wherever they stand."""
+    indices = torch.tensor([-7, 1, 9999, 1, 0, 9999], device=target.device)
+    dtypes = (torch.bfloat16, torch.float16, torch.float8_e5m2)
+    buffers = [leaf((rows, 3), dtype, target.device) for dtype in dtypes]
+    gathered = multigather.gather(indices, *buffers, bounds="fill", backend=target.backend)
+    addends = [torch.ones_like(each) for each in gathered]
+    for total in torch.autograd.grad(gathered, buffers, addends):
+        assert total[:2].float().tolist() == [[1.0] * 3, [2.0] * 3]
+        assert not total[2:].float().any()
+
+
+def test_narrow_sums_of_a_compiled_gather(target: Target) -> None:
+    """Its backward pass is traced operations of torch, whose sums are float32 too."""
+    indices = torch.zeros(512, dtype=torch.int64, device=target.device)
+    torch._dynamo.reset()  # each shape is a graph, of which torch keeps eight
+    run = torch.compile(
+        lambda buffer: multigather.gather(indices, buffer, backend=target.backend)[0].sum(0),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    for shape in ((3,), (3, 2), (2000,), (2000, 2)):
+        buffer = torch.ones(shape, dtype=torch.bfloat16, device=target.device, requires_grad=True)
+        (total,) = torch.autograd.grad(run(buffer), buffer, torch.ones_like(buffer[0]))
+        assert (total[0] == 512).all() and not total[1:].any()
 
 
 def test_bad_indices_are_reported_once(target: Target) -> None:

@@ -37,11 +37,6 @@ template <typename T> inline T atomicAdd(T* address, T value) {
 inline unsigned long long atomicAdd(unsigned long long* address, unsigned long long value) {
     return __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST);
 }
-template <typename T> inline T atomicCAS(T* address, T expected, T value) {
-    const T old = *address;
-    if (old == expected) *address = value;
-    return old;
-}
 inline float __uint_as_float(unsigned bits) {
     float value;
     memcpy(&value, &bits, sizeof value);
@@ -53,13 +48,13 @@ inline unsigned __float_as_uint(float value) {
     return bits;
 }
 
-// IEEE half precision, in place of the PTX that adds it on a GPU.
+// IEEE half precision, in place of the PTX that converts it on a GPU.
 inline float float_of_half(unsigned bits) {
     const unsigned sign = (bits & 0x8000) << 16, rest = bits & 0x7fff;
     if (rest >= 0x7c00) return __uint_as_float(sign | 0x7f800000 | (rest & 0x3ff) << 13);
     return __uint_as_float(sign | __float_as_uint(__uint_as_float(rest << 13) * 0x1p112f));
 }
-inline unsigned half_of_float(float value) {
+inline unsigned short half_of_float(float value) {
     const unsigned sign = __float_as_uint(value) >> 16 & 0x8000;
     const float size = std::fabs(value);
     if (size != size) return 0x7fff;
@@ -67,12 +62,4 @@ inline unsigned half_of_float(float value) {
     if (size >= 65520.0f) return sign | 0x7c00;
     const unsigned bits = __float_as_uint(size);
     return sign | (((bits + 0xfff + (bits >> 13 & 1)) >> 13) - (112 << 10));
-}
-inline void add_half(unsigned short* sum, unsigned short value) {
-    *sum = (unsigned short)half_of_float(float_of_half(*sum) + float_of_half(value));
-}
-inline void add_half_pair(unsigned* sum, unsigned value) {
-    unsigned short* halves = (unsigned short*)sum;
-    add_half(halves, (unsigned short)value);
-    add_half(halves + 1, (unsigned short)(value >> 16));
 }
