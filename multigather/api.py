@@ -698,7 +698,6 @@ def flatten_outputs(out: Any, buffers: Buffers) -> list[Any]:
                 f"out must have None exactly where the buffers have None; leaf {number} differs"
             )
     outs = containers.as_written(buffers.structure, structure, buffers.leaves, outs)
-    outs = containers.as_written(structure, out_structure, leaves, outs)
     return [item for item in outs if item is not None]
 
 
