@@ -25,6 +25,7 @@ from .backends import _scatter_add
 from .backends._cupy import CudaBackend
 from .bounds import as_int64, resolve
 from .launch import current_device, fast_allocation
+from .memory import aligned
 from .request import contiguous_strides
 
 Run = Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -306,6 +307,8 @@ def sums_of(
     """`sum_rows` without a graph: by the kernel what it can add, the rest by torch."""
     shapes = sum_shapes(indices, rows, gradients)
     kernel = kernel_for(backend, indices, gradients)
+    if kernel is not None or is_plain(*gradients):
+        gradients = [aligned(gradient) for gradient in gradients]
     count = max(1, indices.numel())
     sums: dict[int, torch.Tensor] = {}
     for by_kernel in (True, False):

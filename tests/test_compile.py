@@ -147,3 +147,127 @@ def test_export(target: Target) -> None:
     indices = torch.tensor([8, 0, 1, 7, 2], device=target.device)
     module = exported.module()
     assert torch.equal(module(indices), module.table[indices])
+
+
+def refusal(target: Target, run, *arguments) -> str:
+    """What a compiled gather into outputs says when it refuses."""
+    with pytest.raises(Exception, match=r"out|gradients") as caught:  # wrapped or not
+        run(*arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full graph", "with breaks"])
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_outputs_that_eager_calls_refuse(target: Target, compiler: str, full: bool) -> None:
+    """Outputs over an input or over one another, or that gradients hang on; nothing is written."""
+    if target.name == "triton-interpreter" and not full:
+        pytest.skip("the compiler then looks into Triton's interpreter, and fails")
+    if compiler == "inductor" and target.name not in ("native-cpu", "cupy-gpu"):
+        pytest.skip("once is enough")
+    device = target.device
+    indices = torch.tensor([3, 0, 1], device=device)
+
+    @torch.compile(fullgraph=full, backend=compiler)
+    def run(indices, a, b, first, second):
+        return multigather.gather(indices, a, b, out=(first, second), backend=target.backend)
+
+    def arguments():
+        a, b = torch.arange(4.0, device=device), torch.arange(10.0, 14.0, device=device)
+        return a, b, torch.zeros(3, device=device), torch.zeros(3, device=device)
+
+    for _ in range(2):
+        a, b, first, second = arguments()
+        whole = torch.zeros(5, device=device)
+        for wrong in (
+            (a, b, a[:3], second),
+            (a, b, first, a[1:]),
+            (a, b, whole[:3], whole[2:]),
+            (a.clone().requires_grad_(), b, first, second),
+            (a, b, first, second.clone().requires_grad_()),
+        ):
+            before = [each.detach().clone() for each in wrong]
+            refusal(target, run, indices, *wrong)
+            assert all(torch.equal(*pair) for pair in zip(wrong, before, strict=True))
+        run(indices, a, b, first, second)
+        assert first.tolist() == [3, 0, 1]
+        assert second.tolist() == [13, 10, 11]
+
+
+def test_no_gradients_of_outputs_under_no_grad(target: Target) -> None:
+    buffer = torch.arange(4.0, device=target.device, requires_grad=True)
+    indices = torch.tensor([3, 0], device=target.device)
+    out = torch.zeros(2, device=target.device)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def run(indices, buffer, out):
+        return multigather.gather(indices, buffer, out=(out,), backend=target.backend)[0] + 1
+
+    with torch.no_grad():
+        assert run(indices, buffer, out).tolist() == [4, 1]
+    assert out.tolist() == [3, 0]
+
+
+def test_a_plan_into_outputs_in_a_graph(target: Target) -> None:
+    table = {"a": torch.arange(4.0, device=target.device)}
+    plan = multigather.plan(table, backend=target.backend)
+    out = torch.zeros(2, device=target.device)
+    indices = torch.tensor([3, 0], device=target.device)
+    table["a"] = torch.zeros(4, device=target.device)  # the plan keeps what it was made of
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def run(indices, out):
+        return plan(indices, out=({"a": out},))[0]["a"]
+
+    assert run(indices, out).tolist() == [3, 0]
+    assert out.tolist() == [3, 0]
+
+
+def test_the_operators_are_well_behaved(target: Target) -> None:
+    """Torch's own checks of an operator that writes, and of the gather's transpose."""
+    indices = torch.tensor([1, 0, 1], device=target.device)
+    buffer = torch.rand(4, 2, device=target.device)
+    out = torch.zeros(3, 2, device=target.device)
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    opcheck(
+        torch.ops.multigather.gather_into.default,
+        (indices, [buffer], "raise", target.backend, [out]),
+        test_utils=tests,
+    )
+    gradient = torch.rand(3, 2, device=target.device, requires_grad=True)
+    opcheck(
+        torch.ops.multigather.add_rows.default,
+        (indices, [gradient], [4], "raise", None),
+        test_utils=tests,
+    )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_traced_by_torch_jit(target: Target) -> None:
+    """A trace has the operator, for any number of indices; known layouts or not."""
+    buffer = torch.arange(12.0, device=target.device).view(4, 3)
+    indices = torch.tensor([3, 0], device=target.device)
+
+    def run(indices, buffer):
+        return multigather.gather(indices, {"a": buffer}, None, backend=target.backend)[0]["a"]
+
+    for _ in range(2):
+        traced = torch.jit.trace(run, (indices, buffer))
+        assert "multigather::gather" in str(traced.graph)
+        others = torch.tensor([1, -1, 2, 2, 0], device=target.device)
+        assert torch.equal(traced(others, buffer * 2), buffer[others] * 2)
+        run(indices, buffer)
+
+
+def test_exported_to_onnx_it_is_torchs_operations(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX has no operator of ours; a trace for it has those of torch, with the same rows."""
+    buffer = torch.arange(12.0, device=target.device).view(4, 3)
+    indices = torch.tensor([3, -4, 0], device=target.device)
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    with pytest.warns(DeprecationWarning, match="torch.jit.trace"):
+        traced = torch.jit.trace(
+            lambda indices, buffer: multigather.gather(indices, buffer)[0], (indices, buffer)
+        )
+    assert "multigather::" not in str(traced.graph)
+    assert torch.equal(traced(indices, buffer), buffer[indices])

@@ -261,7 +261,7 @@ def test_a_plan_s_buffers_go_with_it(kind: str) -> None:
         plan(torch.tensor([1, 0]))
     with pytest.raises(IndexError):
         plan(torch.tensor([5]))
-    assert watched and len(alive(watched)) == len(watched)
+    assert alive(watched)  # the tensors, in containers of the plan's own
     del plan
     assert not alive(watched)
 

@@ -159,9 +159,7 @@ def test_derivatives(
 def test_batches(
     target: Target, inner: int | None, outer: int | None, shape: tuple[int, ...]
 ) -> None:
-    """Of indices, of buffers, of both, beside a buffer that is the same for all; per-sample
-    gradients of them.
-    """
+    """Of indices, of buffers, of both, beside a buffer that is the same for all."""
     if inner is None and outer is None:
         pytest.skip("no batch")
     generator = torch.Generator().manual_seed(5)
