@@ -186,7 +186,11 @@ def gather_checked(
         fakes = [each for each in (indices, *buffers.tensors) if is_fake(each)]
         if len(fakes) == 1 + len(buffers.tensors):
             return in_graph(indices, buffers, out, bounds, backend), None
-    outs = None if out is None else flatten_outputs(out, buffers)
+    try:
+        outs = None if out is None else flatten_outputs(out, buffers)
+    except (TypeError, ValueError):
+        check_arguments(indices, buffers, bounds, backend)  # the first thing that is wrong
+        raise
     results, executable = _gather(indices, buffers, outs, bounds, backend)
     if out is not None:  # what the caller brought is given back as it came
         return tuple(out), executable
@@ -215,6 +219,7 @@ def _gather(
             return _gather(indices, buffers.of(filled), outs, bounds, backend)[0], None
         if outs is None and not all(map(torch._C._has_storage, (indices, *tensors))):
             # Batches of torch.autograd's own vmap, which has no rules for operators.
+            check_arguments(indices, buffers, bounds, backend)
             return [index_rows(tensor, indices, bounds) for tensor in tensors], None
         executable = _make(key, indices, buffers, bounds, backend)
     if executable is None:
@@ -296,9 +301,7 @@ def _gather_transformed(
     backend: str | None,
 ) -> Sequence[torch.Tensor]:
     """The gather of tensors that a transform of torch.func has wrapped."""
-    check_options(indices, bounds, backend)
-    for tensor, label in zip(buffers.tensors, buffers.labels(), strict=True):
-        check_buffer(tensor, label)
+    check_arguments(indices, buffers, bounds, backend)
     if outs is not None:
         _refuse_gradients(True, buffers.tensors)
     if transforming():
@@ -316,11 +319,10 @@ def _gather_others(
     backend: str | None,
 ) -> Sequence[torch.Tensor]:
     """The gather of tensors of other classes, see `subclasses`."""
+    check_arguments(indices, buffers, bounds, backend)
     tensors, labels = buffers.tensors, buffers.labels()
-    check_options(indices, bounds, backend)
     parts = []
     for tensor, label in zip(tensors, labels, strict=True):
-        check_buffer(tensor, label)
         if decides_itself(type(tensor)) and not all_ordinary(tensor):
             if outs is not None:
                 raise ValueError(
@@ -521,6 +523,13 @@ def check_options(indices: Any, bounds: str, backend: str | None) -> None:
         )
 
 
+def check_arguments(indices: Any, buffers: Buffers, bounds: str, backend: str | None) -> None:
+    """`check_options`, then `check_buffer` for each."""
+    check_options(indices, bounds, backend)
+    for tensor, label in zip(buffers.tensors, buffers.labels(), strict=True):
+        check_buffer(tensor, label)
+
+
 def _make(
     key: tuple[Any, ...] | None,
     indices: torch.Tensor,
@@ -529,10 +538,8 @@ def _make(
     backend: str | None,
 ) -> Executable | None:
     """Check everything that ``key`` stands for and make its executable; None without tensors."""
-    check_options(indices, bounds, backend)
+    check_arguments(indices, buffers, bounds, backend)
     tensors, labels = buffers.tensors, buffers.labels()
-    for tensor, label in zip(tensors, labels, strict=True):
-        check_buffer(tensor, label)
     if not tensors:
         return None
     device, host_memory = _devices(indices, tensors, labels)

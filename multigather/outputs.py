@@ -70,6 +70,8 @@ def check_outputs(
             )
         if out.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} requires grad and cannot be written in place; detach it")
+        if not out.numel():
+            continue  # the strides of nothing may be anything
         leading = indices.dim()
         stride = flat_row_stride(out, leading)
         if not has_contiguous_rows((1, *field.row_shape), (0, *out.stride()[leading:])):
@@ -82,7 +84,7 @@ def check_outputs(
                 f"{name} has strides {out.stride()}, which one row stride cannot describe; pass a "
                 "tensor whose index dimensions can be flattened"
             )
-        if out.numel() and indices.numel() > 1 and stride * out.element_size() < field.row_bytes:
+        if indices.numel() > 1 and stride * out.element_size() < field.row_bytes:
             raise ValueError(
                 f"{name} has rows that overlap one another (strides {out.stride()}); pass a tensor "
                 "with memory of its own for each row"

@@ -7,6 +7,8 @@ A case is a few buffers and a series of calls that gather from them: buffers of 
 gaps between rows, expanded, transposed, misaligned, packed or empty; indices of every type, shape
 and stride, valid, negative and bad; every bounds mode; through `gather`, a plan and ``out=``. The
 calls of a case share their buffers, because most of the code in a repeated call is for repetition.
+Others go through dicts that change between calls, through gradients, forward-mode AD and vmap, or
+bring NumPy arrays of types that torch lacks; any may run under another default device.
 Some calls are misused in one place, by a wrong type, shape, device or option: these must be refused
 by the documented exception, with nothing written into ``out=``. A case that fails is made smaller
 as long as it fails, and printed as a command.
@@ -35,6 +37,8 @@ if __name__ == "__main__":
 
 import numpy
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 
 import multigather
 from multigather import api, dispatch
@@ -46,8 +50,18 @@ DTYPES = (
 )  # fmt: skip
 INDEX_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
 BOUNDS = ("raise", "raise", "fill", "clip", "unchecked")
-WAYS = ("gather", "gather", "plan", "out")
-LAYOUTS = ("plain", "plain", "gaps", "expanded", "shifted")
+WAYS = ("gather", "gather", "plan", "out", "dict", "grad", "jvp", "vmap", "numpy")
+LAYOUTS = ("plain", "plain", "gaps", "expanded", "shifted", "misaligned")
+# Of which sums of up to 40 ones are exact.
+SUMMED = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+# NumPy's types of so many bytes, mostly such as torch has not.
+ARRAYS = {
+    1: ("u1", "S1", "V1", "?"),
+    2: (">i2", ">f2", "S2", "V2", [("a", "u1"), ("b", "i1")]),
+    4: (">i4", ">f4", "U1", "V4", [("a", ">i2"), ("b", "u2")]),
+    8: (">i8", "M8[ns]", "m8[us]", ">f8", "S8", [("a", "u1"), ("b", ">i4"), ("c", "S3")]),
+    16: (">c16", "V16", "S16", "U4"),
+}
 
 POISON = 0xA5
 
@@ -91,6 +105,24 @@ def outputs(make: Callable[[list[Any]], Any]) -> Callable[[Arguments], None]:
     return change
 
 
+def freed(left: int) -> Callable[[torch.Tensor], Any]:
+    """A tensor whose storage was freed, but for so many bytes."""
+
+    def make(tensor: torch.Tensor) -> Any:
+        copy = tensor.clone()
+        if not tensor.numel():
+            copy = torch.empty(3, 4, dtype=tensor.dtype, device=tensor.device)
+        size = copy.numel() * copy.element_size()
+        copy.untyped_storage().resize_(min(left, size - 1))
+        return copy
+
+    return make
+
+
+def fake(tensor: torch.Tensor) -> torch.Tensor:
+    return FakeTensorMode().from_tensor(tensor)
+
+
 # What spoils a call, and what it must raise.
 MISUSES: dict[str, tuple[type[Exception], Callable[[Arguments], None]]] = {
     "float indices": (TypeError, spoil("indices", like(torch.float32))),
@@ -100,6 +132,11 @@ MISUSES: dict[str, tuple[type[Exception], Callable[[Arguments], None]]] = {
     "no indices": (TypeError, spoil("indices", lambda i: None)),
     "sparse indices": (TypeError, spoil("indices", lambda i: like(torch.int64)(i).to_sparse())),
     "meta indices": (ValueError, spoil("indices", lambda i: i.to("meta"))),
+    "fake indices": (TypeError, spoil("indices", fake)),
+    "freed indices": (ValueError, spoil("indices", lambda i: freed(1)(i.to(torch.int64)))),
+    "fake buffer": (TypeError, spoil("buffer", fake)),
+    "freed buffer": (ValueError, spoil("buffer", freed(0))),
+    "cut buffer": (ValueError, spoil("buffer", freed(7))),
     "text": (TypeError, spoil("buffer", lambda b: "rows")),
     "number": (TypeError, spoil("buffer", lambda b: 3.5)),
     "nested list": (TypeError, spoil("buffer", lambda b: [[1, 2], [3]])),
@@ -120,6 +157,7 @@ MISUSES: dict[str, tuple[type[Exception], Callable[[Arguments], None]]] = {
     "meta output": (ValueError, spoil("out", lambda o: o.to("meta"))),
     "output of a type": (TypeError, spoil("out", lambda o: 7)),
     "array for output": (ValueError, spoil("out", lambda o: numpy.zeros((3, 1, 4, 1, 5)))),
+    "freed output": (ValueError, spoil("out", lambda o: freed(0)(o) if o.numel() else None)),
     "no output": (ValueError, spoil("out", lambda o: None)),
     "too few outputs": (ValueError, outputs(lambda outs: outs[:-1])),
     "too many outputs": (ValueError, outputs(lambda outs: [*outs, outs[0]])),
@@ -161,9 +199,11 @@ def make(draw: random.Random, transposed: bool) -> Case:
         calls.append(
             {
                 "values": values,
-                "shape": draw.choice(("flat", "flat", "flat", "column", "strided")),
+                "shape": draw.choice(("flat", "flat", "flat", "column", "strided", "misaligned")),
                 "way": draw.choice(WAYS),
                 "misuse": draw.choice(tuple(MISUSES)) if draw.random() < 0.1 else None,
+                "default": draw.choice(("meta", "cuda")) if draw.random() < 0.2 else None,
+                "pick": draw.randrange(1000),
             }
         )
     return {"buffers": buffers, "bounds": bounds, "dtype": dtype, "calls": calls}
@@ -199,11 +239,14 @@ def run_calls(case: Case, device: str, backend: str | None) -> str | None:
         buffers[k] = view
     options = {"bounds": case["bounds"], "backend": backend}
     plan = multigather.plan(*buffers, **options)
+    table = dict(enumerate(buffers))
+    of_table = multigather.plan(table, None, **options)
     for number, call in enumerate(case["calls"]):
         indices = indices_of(call, case["dtype"], device)
         where = f"call {number} ({call['way']})"
         if call.get("misuse"):
-            text = misuse(call["misuse"], indices, buffers, options)
+            with default_device(call.get("default"), device):
+                text = misuse(call["misuse"], indices, buffers, options)
             if text:
                 return f"{where}: {text}"
             continue
@@ -219,15 +262,24 @@ def run_calls(case: Case, device: str, backend: str | None) -> str | None:
                 torch.empty((*indices.shape, *b.shape[1:]), dtype=b.dtype, device=device)
                 for b in buffers
             ]
-        error = results = None
+        error = results = text = None
         try:
-            if call["way"] == "plan":
-                results = plan(indices)
-            else:
-                results = multigather.gather(indices, *buffers, out=outs, **options)
-            multigather.check()
+            with default_device(call.get("default"), device):
+                if call["way"] == "plan":
+                    results = plan(indices)
+                elif call["way"] == "dict":
+                    text, results = through_dict(call, indices, table, buffers, of_table, options)
+                elif call["way"] in DERIVED:
+                    text, results = DERIVED[call["way"]](indices, buffers, options)
+                elif call["way"] == "numpy" and device == "cpu":
+                    text, results = through_numpy(call, indices, buffers, options)
+                else:
+                    results = multigather.gather(indices, *buffers, out=outs, **options)
+                multigather.check()
         except IndexError as found:
             error = found
+        if text:
+            return f"{where}: {text}"
         if (error is None) != (bad is None):
             return f"{where}: index {bad} is bad, and the error was {error!r}"
         if error is not None and str(bad) not in str(error):
@@ -243,6 +295,183 @@ def run_calls(case: Case, device: str, backend: str | None) -> str | None:
             if bytes_of(result) != wanted:
                 return f"{where}: output {place} has other bytes"
     return None
+
+
+@contextlib.contextmanager
+def default_device(name: str | None, device: str) -> Iterator[None]:
+    """Where tensors are made that name no device; a CPU's cases have no "cuda" to make them on."""
+    if name is None or (name == "cuda" and device == "cpu"):
+        yield
+    else:
+        with torch.device(name):
+            yield
+
+
+def through_dict(
+    call: dict[str, Any],
+    indices: torch.Tensor,
+    table: dict[Any, Any],
+    buffers: list[torch.Tensor],
+    plan: multigather.Plan,
+    options: dict[str, Any],
+) -> tuple[str | None, Any]:
+    """Gather from a dict that is changed then; its plan stays with what it was made of."""
+    pick = call["pick"]
+    if pick % 4 == 0:  # replaced, and put back by the next call
+        table[pick % len(buffers)] = torch.zeros(1, 2, device=indices.device)
+    elif pick % 4 == 1:
+        table["more"] = buffers[0]
+    elif pick % 4 == 2:
+        del table[pick % len(buffers)]
+    results = plan(indices)[0]
+    table.clear()
+    table.update(enumerate(buffers))
+    (again, nothing) = multigather.gather(indices, table, None, **options)
+    if nothing is not None or list(again) != list(table) or list(results) != list(table):
+        return "the dict has other keys", None
+    for key in table:
+        if bytes_of(again[key]) != bytes_of(results[key]):
+            return f"the plan of a dict differs in {key}", None
+    return None, list(results.values())
+
+
+def rows_of(indices: torch.Tensor, rows: int, bounds: str) -> numpy.ndarray:
+    """The row that each index selects, by NumPy; -1 for none."""
+    values = numpy.array([int(each) for each in indices.reshape(-1).tolist()], dtype=object)
+    if bounds == "clip":
+        return numpy.clip(values, 0, rows - 1).astype(numpy.int64)
+    if bounds == "raise":
+        values = numpy.where(values < 0, values + rows, values)
+    inside = numpy.array([0 <= value < rows for value in values], dtype=bool)
+    return numpy.where(inside, values, -1).astype(numpy.int64)
+
+
+def is_summed(buffer: torch.Tensor) -> bool:
+    return str(buffer.dtype).removeprefix("torch.") in SUMMED
+
+
+def through_grad(
+    indices: torch.Tensor, buffers: list[torch.Tensor], options: dict[str, Any]
+) -> tuple[str | None, Any]:
+    """Gather with gradients: of ones, it is how often a row was selected."""
+    leaves = [b.detach().requires_grad_() if is_summed(b) else b for b in buffers]
+    results = multigather.gather(indices, *leaves, **options)
+    for place, (leaf, rows) in enumerate(zip(leaves, results, strict=True)):
+        if not leaf.requires_grad:
+            continue
+        ones = torch.ones_like(rows)
+        (gradient,) = torch.autograd.grad(rows, leaf, ones, retain_graph=True)
+        selected = rows_of(indices, len(leaf), options["bounds"])
+        counts = numpy.bincount(selected[selected >= 0], minlength=len(leaf))
+        want = torch.from_numpy(counts).to(gradient.dtype).to(gradient.device)
+        if not torch.equal(gradient, want.view(-1, *[1] * (leaf.dim() - 1)).expand(leaf.shape)):
+            return f"gradient {place} is wrong", None
+    return None, [rows.detach() for rows in results]
+
+
+def through_jvp(
+    indices: torch.Tensor, buffers: list[torch.Tensor], options: dict[str, Any]
+) -> tuple[str | None, Any]:
+    """Gather dual numbers, whose tangents are their row numbers and 1."""
+    with forward_ad.dual_level():
+        duals = []
+        # Torch makes no tangent of one row that stands for all.
+        has_tangent = [is_summed(b) and (len(b) < 2 or b.stride(0) > 0) for b in buffers]
+        for buffer, has in zip(buffers, has_tangent, strict=True):
+            if has:
+                numbers = torch.arange(1, len(buffer) + 1, device=buffer.device)
+                numbers = numbers.view(-1, *[1] * (buffer.dim() - 1)).expand(buffer.shape)
+                duals.append(forward_ad.make_dual(buffer, numbers.to(buffer.dtype)))
+            else:
+                duals.append(buffer)
+        found = multigather.gather(indices, *duals, **options)
+        results = []
+        for place, (buffer, rows) in enumerate(zip(buffers, found, strict=True)):
+            primal, tangent = forward_ad.unpack_dual(rows)
+            results.append(primal)
+            if has_tangent[place]:
+                selected = rows_of(indices, len(buffer), options["bounds"]) + 1
+                want = torch.from_numpy(selected).to(buffer.dtype).to(buffer.device)
+                want = want.view(*indices.shape, *[1] * (buffer.dim() - 1)).expand(rows.shape)
+                if tangent is None or not torch.equal(tangent, want):
+                    return f"tangent {place} is wrong", None
+    return None, results
+
+
+def through_vmap(
+    indices: torch.Tensor, buffers: list[torch.Tensor], options: dict[str, Any]
+) -> tuple[str | None, Any]:
+    """Gather a batch of indices, and from a batch of buffers of which each is the same."""
+    parts = 2 if len(indices) % 2 == 0 and len(indices) else 1
+    batch = indices.reshape(parts, -1, *indices.shape[1:])
+    results = torch.func.vmap(lambda each: multigather.gather(each, *buffers, **options))(batch)
+    whole = [
+        rows.reshape(*indices.shape, *buffer.shape[1:])
+        for rows, buffer in zip(results, buffers, strict=True)
+    ]
+    twice = [stacked(b, len(b.shape) % 2) if is_summed(b) else b for b in buffers]
+    dims = [len(b.shape) % 2 if is_summed(b) else None for b in buffers]
+    again = torch.func.vmap(
+        lambda *each: multigather.gather(indices, *each, **options),
+        in_dims=tuple(dims),
+        out_dims=tuple(0 if dim is not None else None for dim in dims),
+    )(*twice) if any(dim is not None for dim in dims) else results  # fmt: skip
+    for place, (dim, rows) in enumerate(zip(dims, again, strict=True)):
+        for each in rows if dim is not None else ():
+            if bytes_of(each.contiguous()) != bytes_of(whole[place]):
+                return f"output {place} of a batch of buffers differs", None
+    return None, whole
+
+
+def stacked(buffer: torch.Tensor, dim: int) -> torch.Tensor:
+    """Twice the same; copied as bytes, since torch's own copy of a misaligned tensor may crash."""
+    copy = buffer.unsqueeze(-1).view(torch.uint8).clone(memory_format=torch.contiguous_format)
+    copy = copy.view(buffer.dtype).squeeze(-1)
+    return torch.stack((copy, copy), dim)
+
+
+DERIVED: dict[str, Callable[..., tuple[str | None, Any]]] = {
+    "grad": through_grad,
+    "jvp": through_jvp,
+    "vmap": through_vmap,
+}
+
+
+def through_numpy(
+    call: dict[str, Any],
+    indices: torch.Tensor,
+    buffers: list[torch.Tensor],
+    options: dict[str, Any],
+) -> tuple[str | None, Any]:
+    """Gather NumPy arrays of the same bytes, into new ones and into given ones."""
+    pick = call["pick"]
+    arrays = []
+    for number, buffer in enumerate(buffers):
+        kinds = ARRAYS[buffer.element_size()]
+        dtype = numpy.dtype(kinds[(pick + number) % len(kinds)])
+        memory = numpy.frombuffer(bytearray(bytes_of(buffer)) or bytearray(1), numpy.uint8)
+        whole = memory[: buffer.numel() * dtype.itemsize]
+        arrays.append(numpy.ndarray(tuple(buffer.shape), dtype, whole))
+    number = indices.numpy()
+    if pick % 3 == 0:
+        number = number.astype(number.dtype.newbyteorder(">"))
+    elif pick % 3 == 1:
+        record = numpy.zeros(number.shape, [("flag", "u1"), ("row", number.dtype)])
+        record["row"] = number
+        number = record["row"]
+    results = multigather.gather(number, *arrays, **options)
+    outs = [numpy.zeros(rows.shape, rows.dtype) for rows in results]
+    multigather.gather(number, *arrays, out=outs, **options)
+    found = []
+    for place, (array, rows, out, buffer) in enumerate(
+        zip(arrays, results, outs, buffers, strict=True)
+    ):
+        if rows.dtype != array.dtype or rows.tobytes() != out.tobytes():
+            return f"array {place} is {rows.dtype}, or ``out=`` differs", None
+        memory = torch.frombuffer(bytearray(rows.tobytes()) or bytearray(16), dtype=torch.uint8)
+        size = rows.size * rows.dtype.itemsize
+        found.append(memory[:size].view(buffer.dtype).view(*rows.shape))
+    return None, found
 
 
 def misuse(
@@ -289,7 +518,8 @@ def buffer_of(
     made = 1 if spec["layout"] == "expanded" else rows
     size = (start + made * stride) * dtype.itemsize
     memory = content.integers(0, 256, max(size, 1), dtype=numpy.uint8)
-    tensor = torch.from_numpy(memory.copy())[:size].to(device).view(dtype)
+    tensor = torch.from_numpy(memory.copy())[:size].to(device)
+    tensor = misaligned(tensor, dtype) if spec["layout"] == "misaligned" else tensor.view(dtype)
     step = 0 if spec["layout"] == "expanded" else stride
     inner = [int(numpy.prod(row_shape[k + 1 :], dtype=int)) for k in range(len(row_shape))]
     tensor = tensor.as_strided((rows, *row_shape), (step, *inner), start)
@@ -304,12 +534,30 @@ def buffer_of(
     return tensor, [row.tobytes() for row in flat]
 
 
+def misaligned(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Elements of these bytes at an odd address."""
+    memory = torch.zeros(len(data) + 16, dtype=torch.uint8, device=data.device)
+    memory[1 : 1 + len(data)] = data
+    construct: Any = torch._C._construct_storage_from_data_pointer
+    storage = construct(memory.data_ptr() + 1, data.device, len(data))
+    tensor = torch.empty(0, dtype=dtype, device=data.device)
+    tensor.set_(storage, 0, (len(data) // dtype.itemsize,), (1,))
+    KEPT.append(memory)  # a storage made of an address keeps nothing
+    del KEPT[:-10_000]
+    return tensor
+
+
+KEPT: list[torch.Tensor] = []
+
+
 def indices_of(call: dict[str, Any], dtype: str, device: str) -> torch.Tensor:
     values = torch.tensor(numpy.array(call["values"], dtype=dtype), device=device)
     if call["shape"] == "column":
         return values.view(-1, 1)
     if call["shape"] == "strided":
         return torch.stack((values, torch.zeros_like(values)), 1)[:, 0]
+    if call["shape"] == "misaligned":
+        return misaligned(values.unsqueeze(1).view(torch.uint8).view(-1), values.dtype)
     return values
 
 
@@ -331,7 +579,7 @@ def oracle(rows: list[bytes], values: list[int], bounds: str) -> tuple[bytes, in
 def bytes_of(tensor: torch.Tensor) -> bytes:
     if not tensor.numel():
         return b""
-    return tensor.reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+    return tensor.unsqueeze(-1).view(torch.uint8).reshape(-1).cpu().numpy().tobytes()
 
 
 def smaller(case: Case) -> Iterator[Case]:
