@@ -25,7 +25,6 @@ from .bounds import as_int64, index_rows, resolve
 from .cache import store
 from .containers import Buffers
 from .executable import Executable
-from .fork import Lock
 from .memory import aligned, check_memory
 from .nvtx import ranged
 from .operator import gather_into_operator, gather_operator
@@ -49,7 +48,6 @@ BACKEND_NAMES = tuple(backend.name for backend in dispatch.BACKENDS)
 # shapes from growing without end.
 KEPT_EXECUTABLES = 1024
 _executables: dict[tuple[Any, ...], Executable] = {}
-_executables_lock = Lock()
 # By the first buffer's id and the options that are not the default ones.
 _shortcuts: dict[Any, Shortcut] = {}
 # By the first buffer's and the first output's id; None where these came only once.
@@ -401,11 +399,10 @@ def load_tuning(path: str | os.PathLike[str]) -> int:
 
 def forget() -> None:
     """Drop every executable that was made, so that later calls choose anew."""
-    with _executables_lock:
-        _executables.clear()
-        _shortcuts.clear()
-        _out_shortcuts.clear()
     store.forget()
+    _executables.clear()
+    _shortcuts.clear()
+    _out_shortcuts.clear()
 
 
 def _into_known(
@@ -440,10 +437,9 @@ def _remember(
             return
         shortcut = executable.shortcut = Shortcut(check, executable, detached(bufs))
     if _shortcuts.get(key) is not shortcut:
-        with _executables_lock:
-            if len(_shortcuts) >= KEPT_EXECUTABLES:
-                _shortcuts.clear()
-            _shortcuts[key] = shortcut
+        if len(_shortcuts) >= KEPT_EXECUTABLES:
+            _shortcuts.clear()
+        _shortcuts[key] = shortcut
     shortcut.learn(indices, bufs)
 
 
@@ -455,11 +451,10 @@ def _remember_outputs(
     key: tuple[int, int, str, str | None],
 ) -> None:
     """Leave a guard behind for the next call into these outputs, once they have come twice."""
-    with _executables_lock:
-        if len(_out_shortcuts) >= KEPT_EXECUTABLES:
-            _out_shortcuts.clear()
-        again = key in _out_shortcuts
-        _out_shortcuts[key] = OutShortcut(indices, bufs, outs, executable) if again else None
+    if len(_out_shortcuts) >= KEPT_EXECUTABLES:
+        _out_shortcuts.clear()
+    again = key in _out_shortcuts
+    _out_shortcuts[key] = OutShortcut(indices, bufs, outs, executable) if again else None
 
 
 def _key(
@@ -553,10 +548,10 @@ def _make(
     )
     executable = Executable(request, backend, labels)
     if key is not None:
-        with _executables_lock:
-            if len(_executables) >= KEPT_EXECUTABLES:
-                _executables.pop(next(iter(_executables)))
-            executable = _executables.setdefault(key, executable)
+        if len(_executables) >= KEPT_EXECUTABLES:
+            for oldest in list(_executables)[:1]:  # none if another thread dropped them all
+                _executables.pop(oldest, None)
+        executable = _executables.setdefault(key, executable)
     return executable
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from . import dispatch, faults
 from .backends.base import Runner
 from .cache import record, store
-from .fork import Lock
+from .fork import cached_property, importing
 from .request import Request, Site, bucket_of
 
 _plan_numbers = itertools.count(1)
@@ -48,7 +47,6 @@ class Executable:
         faults.plans[self.site.plan] = self.site
         self.runners: dict[int, Runner] = {}
         self.shortcut: Any = None
-        self._lock = Lock()
 
     def __call__(
         self,
@@ -63,7 +61,7 @@ class Executable:
         runner = self.runners.get(bucket) or self._prepare(bucket, count)
         return runner(indices, shape, sources, outs)
 
-    @functools.cached_property
+    @cached_property
     def has_empty_buffer(self) -> bool:
         """Whether a buffer has no rows at all."""
         return any(field.rows == 0 for field in self.request.fields)
@@ -78,32 +76,31 @@ class Executable:
 
     def _prepare(self, bucket: int, count: int) -> Runner:
         """Choose and make the runner for the counts of a bucket; ``count`` is the first of them."""
-        with self._lock:
-            if bucket in self.runners:
-                return self.runners[bucket]
-            request = self.request.with_count(1 << bucket)
-            # While a CUDA graph is being captured nothing is read, written or measured.
-            capturing = self.on_cuda and torch.cuda.is_current_stream_capturing()
-            # A plan asks for 0 rows to check its buffers: nobody's gather.
-            if count:
-                record.note(self.request.with_count(count), may_write=not capturing)
-            if count and store.mode() == "online" and not capturing:
+        request = self.request.with_count(1 << bucket)
+        # While a CUDA graph is being captured nothing is read, written or measured.
+        capturing = self.on_cuda and torch.cuda.is_current_stream_capturing()
+        # A plan asks for 0 rows to check its buffers: nobody's gather.
+        if count:
+            record.note(self.request.with_count(count), may_write=not capturing)
+        if count and store.mode() == "online" and not capturing:
+            with importing:
                 from .tuner.online import tune_if_missing
 
-                tune_if_missing(request, self.name)
-            selection = dispatch.select(
-                request, self.name, self.site, reading=not capturing, strictly=count > 0
-            )
-            parts = []
-            for pick in selection.picks:
-                self.by_address |= pick.backend.by_address
-                site = dataclasses.replace(self.site, numbers=pick.fields)
-                runner = pick.backend.prepare(request.subset(pick.fields), pick.config, site)
-                parts.append((runner, pick.fields))
-            runner = parts[0][0] if len(parts) == 1 else _Parts(parts)
-            if selection.settled and (count or store.mode() != "strict"):
-                self.runners[bucket] = runner
-            return runner
+            tune_if_missing(request, self.name)
+        selection = dispatch.select(
+            request, self.name, self.site, reading=not capturing, strictly=count > 0
+        )
+        parts = []
+        for pick in selection.picks:
+            if pick.backend.by_address:
+                self.by_address = True
+            site = dataclasses.replace(self.site, numbers=pick.fields)
+            runner = pick.backend.prepare(request.subset(pick.fields), pick.config, site)
+            parts.append((runner, pick.fields))
+        runner = parts[0][0] if len(parts) == 1 else _Parts(parts)
+        if selection.settled and (count or store.mode() != "strict"):
+            return self.runners.setdefault(bucket, runner)
+        return runner
 
 
 class _Parts:

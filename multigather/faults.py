@@ -19,8 +19,9 @@ device's tickets at that time, which puts the records of all in order, plus the 
 
 from __future__ import annotations
 
+import array
 import ctypes
-import functools
+import itertools
 import os
 import time
 import weakref
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 
 from .errors import bad_index_message
-from .fork import Lock
+from .fork import cached_property
 
 RING = 64
 WORDS = 8
@@ -43,6 +44,7 @@ RECORD_SECONDS = 1.0
 # share a lane. They are in the board's own memory, because nothing can be allocated in a capture.
 LANES = 64
 LANE_RING = 8
+LANE_WORDS = WORDS * (1 + LANE_RING)
 
 FORKED = (
     "this process was forked after CUDA was used, and in torch CUDA then works in the parent only. "
@@ -56,7 +58,8 @@ plans: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 watched: weakref.WeakSet[Any] = weakref.WeakSet()
 
 _boards: dict[torch.device, Board] = {}
-_boards_lock = Lock()
+
+_ALL = slice(None)
 
 # Whether a bad index raises at the call that has it; read once, since a look at the environment
 # costs as much as the rest of a call's checks.
@@ -82,19 +85,26 @@ class Board:
         self.ring = RING if lane is None else LANE_RING
         size = WORDS * (1 + self.ring)
         if lane is None:
-            words = size + LANES * WORDS * (1 + LANE_RING)
-            memory = torch.zeros(words, dtype=torch.int64, pin_memory=device.type != "cpu")
+            memory = torch.zeros(
+                size + LANES * LANE_WORDS,
+                dtype=torch.int64,
+                device="cpu",
+                pin_memory=device.type != "cpu",
+            )
             lane, self._spare = memory[:size], memory[size:].view(LANES, -1)
+            lanes = self._lane_words = _words_of(self._spare)
+            # Tickets that each lane has handed out, and those that the host has taken of it.
+            self._handed, self._taken = lanes[::LANE_WORDS], lanes[1::LANE_WORDS]
         self.memory = lane
         self.address = self.memory.data_ptr()
-        raw = (ctypes.c_uint64 * size).from_address(self.address)
-        self.words = memoryview(raw).cast("B").cast("Q")
+        self.words = _words_of(lane)
         self.taken = 0
+        self._reports = 0
         self._first_seen: float | None = None
         self._lanes: dict[Hashable, Board] = {}
-        self._lock = Lock()
+        self._places = itertools.count()
 
-    @functools.cached_property
+    @cached_property
     def device_words(self) -> torch.Tensor:
         """The words as a tensor of the device, for torch operations on it."""
         if self.device.type == "cpu":
@@ -114,15 +124,13 @@ class Board:
         try:
             return self._lanes[key]
         except KeyError:
-            with self._lock:
-                if key not in self._lanes:
-                    made = list(self._lanes.values())
-                    self._lanes[key] = (
-                        Board(self.device, self._spare[len(made)])
-                        if len(made) < LANES
-                        else made[len(made) % LANES]
-                    )
-                return self._lanes[key]
+            place = next(self._places)
+            if place < LANES:
+                lane = Board(self.device, self._spare[place])
+            else:
+                made = list(self._lanes.values())
+                lane = made[place % len(made)]
+            return self._lanes.setdefault(key, lane)
 
     def wait(self) -> IndexError | None:
         """As `take`, but a record that is under way is waited for."""
@@ -133,49 +141,46 @@ class Board:
             time.sleep(0.0005)
 
     def _pending(self) -> bool:
-        boards = [self, *self._lanes.values()]
-        return any(board.words[0] != board.taken for board in boards)
+        return self.words[0] != self.taken or self._handed != self._taken
 
     def take(self, shape: tuple[int, ...] | None = None) -> IndexError | None:
         """The error for every fault not reported yet, or None; each fault is reported once.
 
         ``shape`` is that of the indices where only one call can have met the faults.
         """
-        with self._lock:
+        while True:
+            reports, taken = self._reports, self.taken
             # Lanes first: each of their tickets has rung the bell by now.
-            lanes = [(lane, lane.words[0]) for lane in set(self._lanes.values())]
-            by_lanes = sum(count - lane.taken for lane, count in lanes)
+            handed = array.array("Q", self._handed)
+            by_lanes = sum(handed) - sum(self._taken)
             # Torch's addition is not atomic where it must be deterministic, and may undo another.
-            rung = self.words[0] - self.taken
-            tickets = max(rung, by_lanes)
-            if tickets <= 0:
-                self.taken += rung
-                self.words[1] = self.taken
-                return None
-            found = [(record[0] - 1, record) for record in self._records(self.words[0])]
-            if len(found) + by_lanes < min(tickets, self.ring):
-                now = time.monotonic()
-                self._first_seen = self._first_seen or now
-                if now - self._first_seen < RECORD_SECONDS:
-                    return None
-            for lane, count in lanes:
-                found += [(record[6] >> 1, record) for record in lane._records(count)]
-                lane.words[1] = lane.taken = count
-            self._first_seen = None
-            self.taken += rung
-            self.words[1] = self.taken
-        found.sort(key=lambda each: each[0])
-        records = [record for _, record in found]
-        return self._error(records, tickets + sum(record[7] for record in records), shape)
-
-    def _records(self, count: int) -> list[tuple[int, ...]]:
-        """The records of the tickets that were not taken yet, of ``count`` in all."""
-        records = []
-        for ticket in range(self.taken, min(count, self.taken + self.ring)):
-            start = WORDS * (1 + ticket % self.ring)
-            if self.words[start] == ticket + 1:
-                records.append(tuple(self.words[start : start + WORDS]))
-        return records
+            count = self.words[0]
+            tickets = max(count - taken, by_lanes)
+            error = None
+            if tickets > 0:
+                own = _records(self.words, RING, taken, count)
+                found = [(record[0] - 1, record) for record in own]
+                if len(found) + by_lanes < min(tickets, RING):
+                    self._first_seen = first = self._first_seen or time.monotonic()
+                    if time.monotonic() - first < RECORD_SECONDS:
+                        return None
+                for lane, (before, now) in enumerate(zip(self._taken, handed, strict=True)):
+                    words = self._lane_words[LANE_WORDS * lane : LANE_WORDS * (lane + 1)]
+                    of_lane = _records(words, LANE_RING, before, now)
+                    found += [(record[6] >> 1, record) for record in of_lane]
+                found.sort(key=lambda each: each[0])
+                records = [record for _, record in found]
+                more = sum(record[7] for record in records)
+                error = self._error(records, tickets + more, shape)
+            # CPython changes threads, and lets interrupts in, at calls and loops only. There are
+            # none from here on, so these lines are one step: a report is made here, or by another
+            # call, or not yet.
+            if self._reports == reports:
+                self._reports = reports + 1
+                self._taken[_ALL] = handed
+                self.taken = self.words[1] = count
+                self._first_seen = None
+                return error
 
     def _error(
         self, records: list[tuple[int, ...]], count: int, shape: tuple[int, ...] | None
@@ -202,6 +207,22 @@ class Board:
         )
 
 
+def _records(words: memoryview, ring: int, taken: int, count: int) -> list[tuple[int, ...]]:
+    """The records of tickets ``taken`` to ``count``, as far as a ring of so many has them."""
+    records = []
+    for ticket in range(taken, min(count, taken + ring)):
+        start = WORDS * (1 + ticket % ring)
+        if words[start] == ticket + 1:
+            records.append(tuple(words[start : start + WORDS]))
+    return records
+
+
+def _words_of(memory: torch.Tensor) -> memoryview:
+    """A contiguous int64 tensor of host memory as unsigned words."""
+    raw = (ctypes.c_uint64 * memory.numel()).from_address(memory.data_ptr())
+    return memoryview(raw).cast("B").cast("Q")
+
+
 class _DeviceArray:
     """Mapped host memory, described so that torch takes it as memory of a CUDA device."""
 
@@ -219,10 +240,7 @@ def board_of(device: torch.device) -> Board:
     try:
         return _boards[device]
     except KeyError:
-        with _boards_lock:
-            if device not in _boards:
-                _boards[device] = Board(device)
-            return _boards[device]
+        return _boards.setdefault(device, Board(device))
 
 
 def raise_pending(device: torch.device) -> None:

@@ -1,39 +1,27 @@
-"""What a forked child must not take over from its parent.
+"""What interrupts and forks must find: nothing of ours waits for what never comes.
 
-A child has one thread: a lock that another thread of the parent held at the fork is never released
-in it, so the next gather of a new layout would wait forever. Workers of a DataLoader are forked
-while other threads gather, so this happens.
+Ctrl-C, or another exception that comes from outside, can end any call between any two steps. A
+forked child has one thread. So a lock may never be released, by a call that was ended before it
+owned the lock or by a thread that did not come along, and the next gather would wait forever.
+
+Hence no lock guards what threads share: it changes by single operations on a dict, a list or an
+attribute, after each of which it is right, and what two threads make at once is made twice, of
+which one is kept.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Callable
+from typing import Any, Generic, TypeVar, overload
 
-_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
+Value = TypeVar("Value")
 
-
-class Lock:
-    """A `threading.Lock` that is free in a forked child, whoever held it in the parent.
-
-    What these locks guard is right at every step; they only keep work from being done twice.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        _locks.add(self)
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *exception: object) -> None:
-        self._lock.release()
-
-    def renew(self) -> None:
-        """Be free."""
-        self._lock = threading.Lock()
+# Held around every import at first use. Another thread's import that a fork cuts in two is never
+# finished in the child, whose own import would wait for it; so a fork waits for it instead. Unlike
+# a lock made of Python code it is taken and owned in one step, `with` included.
+importing = threading.RLock()
 
 
 def in_child(function: Callable[[], None]) -> Callable[[], None]:
@@ -43,7 +31,31 @@ def in_child(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-@in_child
-def _renew() -> None:
-    for lock in list(_locks):
-        lock.renew()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=importing.acquire,
+        after_in_parent=importing.release,
+        after_in_child=importing.release,
+    )
+
+
+class cached_property(Generic[Value]):
+    """`functools.cached_property` without the lock that it has in Python 3.11."""
+
+    def __init__(self, function: Callable[[Any], Value]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> cached_property[Value]: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> Value: ...
+    def __get__(self, instance: object | None, owner: type) -> cached_property[Value] | Value:
+        if instance is None:
+            return self
+        # Of two threads that come first, both get what one of them made.
+        made: Value = vars(instance).setdefault(self._name, self._function(instance))
+        return made

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import native
+from .fork import cached_property
 
 # function, grid x, y, z, block x, y, z, shared bytes, stream, address of parameters, 0
 LaunchFunction = Callable[..., Any]
@@ -268,7 +269,7 @@ class Launch:
         self.pool.append(block)
         return None
 
-    @functools.cached_property
+    @cached_property
     def native(self) -> Any:
         """The same launch for `_native`; what its driver call refuses comes here instead."""
         assert native.extension is not None

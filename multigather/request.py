@@ -8,10 +8,11 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
+
+from .fork import cached_property
 
 BOUNDS = ("raise", "fill", "clip", "unchecked")
 

@@ -16,7 +16,7 @@ from cases import assert_gathered, in_threads, run_program
 from conftest import HAVE_GPU, Target
 
 import multigather
-from multigather import api, faults, fork, shortcut
+from multigather import api, faults, shortcut
 from multigather.cache import store
 from multigather.cache.device import device_of
 from multigather.cache.model import parse
@@ -68,9 +68,8 @@ def test_many_threads(target: Target) -> None:
 # ------------------------------------------------------------------------------------------ forks
 
 FORK = """
-import os, sys, threading
+import os, sys
 import torch, multigather
-from multigather import api, faults, fork
 
 torch.set_num_threads(1)  # OpenMP's threads do not come along
 buffer = torch.arange(30.0).view(10, 3)
@@ -80,20 +79,6 @@ if used:
     for _ in range(3):
         plan(torch.tensor([1])), multigather.gather(torch.tensor([1]), buffer)
 
-# Another thread is in the middle of everything while this one forks.
-held, go = threading.Event(), threading.Event()
-def hold():
-    locks = list(fork._locks)
-    assert len(locks) >= 4
-    for lock in locks:
-        lock.__enter__()
-    held.set()
-    go.wait()
-    for lock in locks:
-        lock.__exit__()
-thread = threading.Thread(target=hold)
-thread.start()
-held.wait()
 child = os.fork()
 if not child:
     status = 1
@@ -111,8 +96,6 @@ if not child:
     finally:
         os._exit(status)
 _, status = os.waitpid(child, 0)
-go.set()
-thread.join()
 assert torch.equal(plan(torch.tensor([3]))[0], buffer[3:4])
 print(status)
 """
@@ -121,20 +104,115 @@ print(status)
 @needs_fork
 @pytest.mark.parametrize("state", ["imported", "used"])
 def test_a_forked_child_can_gather(state: str) -> None:
-    """Also where another thread held every lock of the library at the fork."""
     assert run_program(FORK, state).stdout == "0\n"
 
 
-def test_locks_are_free_in_a_child_only() -> None:
-    """What the hook does, seen in this process."""
-    lock = fork.Lock()
-    with lock:
-        held = lock._lock
-        lock.renew()
-        assert not lock._lock.locked() and held.locked()
-        lock._lock = held
-    with lock:
-        pass
+FORK_FROM_THREADS = """
+import itertools, os, signal, sys, threading
+import torch, multigather
+
+torch.set_num_threads(1)  # OpenMP's threads do not come along
+options = {"backend": sys.argv[1]} if sys.argv[1] != "default" else {}
+buffer = torch.arange(30.0).view(10, 3)
+numbers = itertools.count(1)
+done = threading.Event()
+
+def work():
+    while not done.is_set():
+        number = next(numbers)
+        other = torch.zeros(10, number % 500, number % 3 + 1)  # mostly a new layout
+        indices = torch.arange(number % 70) % 10
+        multigather.gather(indices, {"a": other, "b": buffer}, **options)
+        multigather.plan(other, buffer, **options)(indices)
+        if number % 5 == 0:
+            multigather.gather(indices, other.requires_grad_(), **options)[0].sum().backward()
+
+def child():
+    signal.alarm(100)  # far more than it needs
+    plan = multigather.plan(buffer, **options)
+    for count in (1, 2, 40):
+        indices = torch.arange(count) % 10
+        other = torch.rand(10, count + 1000, requires_grad=True)
+        rows = multigather.gather(indices, {"a": other}, buffer, **options)
+        assert torch.equal(rows[0]["a"], other[indices])
+        assert torch.equal(rows[1], buffer[indices])
+        rows[0]["a"].sum().backward()
+        assert other.grad.sum() == count * (count + 1000)
+        out = (torch.empty(count, 3),)
+        for _ in range(3):
+            assert torch.equal(plan(indices)[0], buffer[indices])
+            assert torch.equal(plan(indices, out=out)[0], buffer[indices])
+            assert torch.equal(multigather.gather(indices, buffer, out=out, **options)[0], out[0])
+    try:
+        plan(torch.tensor([10]))
+    except IndexError:
+        multigather.check()
+        return 0
+    return 1
+
+threads = [threading.Thread(target=work) for _ in range(4)]
+for thread in threads:
+    thread.start()
+codes = []
+for _ in range(int(sys.argv[2])):
+    pid = os.fork()
+    if not pid:
+        status = 3
+        try:
+            status = child()
+        finally:
+            os._exit(status)
+    codes.append(os.waitpid(pid, 0)[1])
+done.set()
+for thread in threads:
+    thread.join()
+print(codes)
+"""
+
+
+@needs_fork
+@pytest.mark.parametrize("backend", ["default", "torch"])
+def test_children_forked_while_threads_gather(backend: str) -> None:
+    """From the first gather of the process on, with what is imported and made at first use."""
+    assert run_program(FORK_FROM_THREADS, backend, "50").stdout == f"{[0] * 50}\n"
+
+
+FORK_IN_IMPORT = """
+import importlib.abc, os, signal, sys, threading
+import torch, multigather
+
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            sys.meta_path.remove(self)
+            begun.set()
+            forking.wait()
+        return None
+
+begun, forking = threading.Event(), threading.Event()
+buffer = torch.arange(30.0).view(10, 3)
+indices = torch.tensor([3, -1])
+sys.meta_path.insert(0, Slow())
+thread = threading.Thread(target=multigather.gather, args=(indices, buffer))
+thread.start()
+assert begun.wait(300)
+threading.Timer(0.2, forking.set).start()
+pid = os.fork()
+if not pid:
+    signal.alarm(100)
+    (rows,) = multigather.gather(indices, buffer)
+    os._exit(0 if torch.equal(rows, buffer[indices]) else 1)
+print(os.waitpid(pid, 0)[1])
+thread.join()
+"""
+
+
+@needs_fork
+@pytest.mark.parametrize("module", ["multigather.cache.model", "pydantic", "platformdirs"])
+def test_a_fork_waits_for_an_import_at_first_use(module: str) -> None:
+    """A child would wait forever for one that was cut in two."""
+    found = run_program(FORK_IN_IMPORT, module, MULTIGATHER_TUNING="cached")
+    assert found.stdout == "0\n"
 
 
 def test_a_forked_child_is_told_that_cuda_is_the_parents(monkeypatch: pytest.MonkeyPatch) -> None:

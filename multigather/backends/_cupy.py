@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from .. import faults
-from ..fork import Lock
+from ..fork import importing
 from ..launch import Launch, Scale
 from ..request import Field, Request, Site, power_of_two_divisor
 from .base import (
@@ -544,7 +544,8 @@ def scale_of(
 def _import_failures() -> list[str]:
     """Import CuPy once; what it says if it cannot be used."""
     try:
-        import cupy
+        with importing:
+            import cupy
 
         cupy.cuda.runtime.driverGetVersion()
     except Exception as error:  # a CuPy for another CUDA version fails in many ways
@@ -566,21 +567,19 @@ def _capacity(device: int) -> int:
 
 
 _loaded: dict[tuple[Compilation, int], Any] = {}
-_loading = Lock()
 
 
 def _load(specialisation: Compilation, device: int) -> int:
     key = (specialisation, device)
-    with _loading:
-        if key not in _loaded:
-            import cupy
+    if key not in _loaded:
+        import cupy
 
-            options = ["-std=c++17"]
-            options += [f"-D{name}={value}" for name, value in specialisation.macros().items()]
-            with cupy.cuda.Device(device):
-                code = source_text(specialisation.kernel)
-                module = cupy.RawModule(code=code, options=tuple(options), backend="nvrtc")
-                kernel = module.get_function(specialisation.kernel)
-                # The module must outlive the handle.
-                _loaded[key] = (kernel.kernel.ptr, kernel, module)
-        return int(_loaded[key][0])
+        options = ["-std=c++17"]
+        options += [f"-D{name}={value}" for name, value in specialisation.macros().items()]
+        with cupy.cuda.Device(device):
+            code = source_text(specialisation.kernel)
+            module = cupy.RawModule(code=code, options=tuple(options), backend="nvrtc")
+            kernel = module.get_function(specialisation.kernel)
+            # The module must outlive the handle, and only a handle that is kept is given away.
+            _loaded.setdefault(key, (kernel.kernel.ptr, kernel, module))
+    return int(_loaded[key][0])

@@ -8,7 +8,6 @@ shares the work among torch's own CPU threads. It is there where the extension i
 from __future__ import annotations
 
 import ctypes
-import functools
 import struct
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, NoReturn
@@ -17,6 +16,7 @@ import torch
 
 from .. import native
 from ..bounds import raise_if_bad
+from ..fork import cached_property
 from ..request import BOUNDS, Request, Site
 from .base import (
     Config,
@@ -181,7 +181,7 @@ class CopyLaunch:
             memory = (ctypes.c_char * (self._count * dtype.itemsize)).from_address(indices)
             self._runner.refuse(torch.frombuffer(memory, dtype=dtype), torch.Size([self._count]))
 
-    @functools.cached_property
+    @cached_property
     def native(self) -> Any:
         """The same for `_native`: struct GatherBlock of gather_cpu.h, its addresses still 0."""
         assert native.extension is not None

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ..fork import Lock
 from ..request import has_contiguous_rows, power_of_two_divisor
 from ._cupy import BOUNDS, INDEX_TYPES, MOST_BLOCKS, NO_TILE, CudaBackend, capacity_for
 from .base import Config, balanced_groups, flat_row_stride
@@ -151,7 +150,6 @@ class Prepared(NamedTuple):
 
 
 _prepared: dict[Any, Prepared] = {}
-_lock = Lock()
 
 
 def supported(gradient: torch.Tensor, count: int) -> bool:
@@ -213,10 +211,9 @@ def scatter_add(
     prepared = _prepared.get(key)
     if prepared is None:
         prepared = _prepare(backend, indices, flat, bounds, gradients, sums)
-        with _lock:
-            if len(_prepared) >= KEPT:
-                _prepared.clear()
-            _prepared[key] = prepared
+        if len(_prepared) >= KEPT:
+            _prepared.clear()
+        _prepared[key] = prepared
     for number in prepared.copied:
         gradients[number] = gradients[number].contiguous()
     if prepared.scratch:

@@ -17,6 +17,7 @@ import torch
 
 from .. import faults
 from ..bounds import raise_if_bad
+from ..fork import importing
 from ..launch import NOWHERE, Launch, Scale
 from ..request import Request, Site
 from .base import (
@@ -420,7 +421,8 @@ def _tensor_at(address: int, dtype: torch.dtype) -> torch.Tensor:
 
 @functools.cache
 def _kernel() -> Any:
-    from multigather.kernels import gather_triton
+    with importing:
+        from multigather.kernels import gather_triton
 
     return gather_triton.gather
 

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
-from ..fork import Lock
 from ..launch import Launch
 from ..request import Field, Request, Site, power_of_two_divisor
 
@@ -215,7 +214,6 @@ class KernelRunner:
         self._launches: dict[Any, list[Callable[..., None]]] = {}
         # By layout alone: launches from which those for other numbers of indices are made.
         self._scaled: dict[Any, list[list[Launch]]] = {}
-        self._lock = Lock()
         self._fresh = [new_destination(field) for field in request.fields]
 
     @staticmethod
@@ -275,14 +273,13 @@ class KernelRunner:
         known = bool(launches)
         if not known:
             launches = [self._make(group, count, stride, destinations) for group in self.groups]
-        with self._lock:
-            if len(self._launches) >= self.KEPT:
-                self._launches.clear()
-            self._launches[key] = launches
-            if not known and all(isinstance(each, Launch) and each.scale for each in launches):
-                if len(self._scaled) >= self.KEPT:
-                    self._scaled.clear()
-                self._scaled.setdefault(base, []).append(launches)  # type: ignore[arg-type]
+        if len(self._launches) >= self.KEPT:
+            self._launches.clear()
+        self._launches[key] = launches
+        if not known and all(isinstance(each, Launch) and each.scale for each in launches):
+            if len(self._scaled) >= self.KEPT:
+                self._scaled.clear()
+            self._scaled.setdefault(base, []).append(launches)  # type: ignore[arg-type]
         return launches
 
     def compile(self, count: int) -> None:

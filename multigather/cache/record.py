@@ -7,19 +7,19 @@ A gather is recorded when a runner is made for it, so once per layout and power 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
+from collections import deque
 
-from ..fork import Lock
 from ..request import Request
 from . import shape
 
 log = logging.getLogger("multigather")
 
-_waiting: list[str] = []
+_waiting: deque[str] = deque()
 _failed: set[str] = set()
-_lock = Lock()
 
 
 def note(request: Request, *, may_write: bool) -> None:
@@ -31,8 +31,7 @@ def note(request: Request, *, may_write: bool) -> None:
     if not path or request.host_memory or not any(f.contiguous_rows for f in request.fields):
         return
     line = json.dumps({"device": request.device.type, **shape.to_text(request)}) + "\n"
-    with _lock:
-        _waiting.append(line)
+    _waiting.append(line)
     if may_write:
         _write(path)
     else:
@@ -40,18 +39,20 @@ def note(request: Request, *, may_write: bool) -> None:
 
 
 def _write(path: str) -> None:
-    with _lock:
-        lines, _waiting[:] = "".join(_waiting), []
-        if not lines:
-            return
+    lines = ""
+    with contextlib.suppress(IndexError):  # of another thread that took the last ones
+        while _waiting:
+            lines += _waiting.popleft()
+    if not lines:
+        return
+    try:
+        # One write to a file opened for appending: lines of several writers do not mix.
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            # One write to a file opened for appending: lines of several processes do not mix.
-            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            try:
-                os.write(descriptor, lines.encode())
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            if path not in _failed:
-                _failed.add(path)
-                log.warning("MULTIGATHER_RECORD: %s cannot be written: %s", path, error)
+            os.write(descriptor, lines.encode())
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if path not in _failed:
+            _failed.add(path)
+            log.warning("MULTIGATHER_RECORD: %s cannot be written: %s", path, error)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from ..fork import importing
 from ..request import Request
 
 RULES_FILE = "default.json"
@@ -55,7 +56,9 @@ def default_rules() -> tuple[Rule, ...]:
     Raises:
         ValueError: the file names an unknown condition.
     """
-    text = (resources.files("multigather.tuning_cache") / RULES_FILE).read_text()
+    with importing:
+        folder = resources.files("multigather.tuning_cache")
+    text = (folder / RULES_FILE).read_text()
     rules = []
     for number, entry in enumerate(json.loads(text)["rules"]):
         unknown = set(entry["when"]) - set(CONDITIONS)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..fork import Lock
+from ..fork import importing
 from .device import Device, device_of
 from .key import FARTHEST, Key
 from .rules import RULES_FILE
@@ -63,7 +63,8 @@ def user_folder() -> Path | None:
     chosen = os.environ.get("MULTIGATHER_CACHE_DIR")
     if chosen:
         return _path(chosen) / "tuning"
-    import platformdirs
+    with importing:
+        import platformdirs
 
     try:
         folder = platformdirs.user_cache_path("multigather")
@@ -119,7 +120,8 @@ def layers() -> list[Layer]:
     folder = user_folder()
     if folder is not None:
         found.append(Layer("user cache", folder))
-    found.append(Layer("shipped", resources.files("multigather.tuning_cache")))
+    with importing:
+        found.append(Layer("shipped", resources.files("multigather.tuning_cache")))
     return found
 
 
@@ -130,7 +132,8 @@ def give(path: str | os.PathLike[str]) -> int:
         FileNotFoundError: there is none.
         TuningFileError: a file is no tuning file.
     """
-    from .model import TuningFileError, parse
+    with importing:
+        from .model import TuningFileError, parse
 
     layer = Layer("load_tuning", _path(path))
     if not layer.path.exists():
@@ -201,8 +204,9 @@ class Winners:
         Entries of the device itself come before those of a similar one, and of two files with the
         same key the first.
         """
+        answers = self._known  # those before `forget`
         try:
-            return self._known[key]
+            return answers[key]
         except KeyError:
             pass
         found = None
@@ -212,12 +216,12 @@ class Winners:
                 own = [each for each in near if each.key == key]
                 found = _its_own(own[0]) if own else _between(key, near, refuse)
                 break
-        self._known[key] = found
+        answers[key] = found
         return found
 
     def forget(self) -> None:
         """Search anew."""
-        self._known.clear()
+        self._known = {}
 
     def _neighbours(self, key: Key, rank: int, refuse: Refuse) -> list[_Neighbour]:
         """The usable entries of a rank that are not too far, nearest first."""
@@ -270,7 +274,8 @@ def _between(key: Key, near: list[_Neighbour], refuse: Refuse) -> Found:
     is what it is expected to be. Taking the nearest entry's choice instead would be worse: it takes
     over what suits that entry only, and its noise.
     """
-    from .model import TIMES_LIMIT, config_of_text, config_text
+    with importing:
+        from .model import TIMES_LIMIT, config_of_text, config_text
 
     near = [each for each in near if each.distance <= near[0].distance + NEGLIGIBLE]
     weights = [math.exp(near[0].distance - each.distance) for each in near]
@@ -310,7 +315,8 @@ def _between(key: Key, near: list[_Neighbour], refuse: Refuse) -> Found:
 
 def _slow_down(neighbour: _Neighbour, name: str) -> float:
     """How much slower a backend's best was than the entry's pick, at most `TIMES_LIMIT`."""
-    from .model import TIMES_LIMIT
+    with importing:
+        from .model import TIMES_LIMIT
 
     measured = neighbour.usable.get(name)
     if measured is None:
@@ -330,7 +336,6 @@ def _origin(neighbour: _Neighbour, kind: str) -> str:
 
 
 _winners: dict[torch.device, Winners] = {}
-_loading = Lock()
 _warned: set[str] = set()
 
 
@@ -341,13 +346,9 @@ def loaded(device: torch.device) -> bool:
 
 def winners(device: torch.device) -> Winners:
     """Everything measured for a device; the first call for it reads the files."""
-    try:
-        return _winners[device]
-    except KeyError:
-        with _loading:
-            if device not in _winners:
-                _winners[device] = Winners(_read(device))
-            return _winners[device]
+    # The dict as it is now: what is read before `forget` must not be found after it.
+    known = _winners
+    return known.get(device) or known.setdefault(device, Winners(_read(device)))
 
 
 def remember(device: torch.device, entry: Entry) -> None:
@@ -359,8 +360,8 @@ def remember(device: torch.device, entry: Entry) -> None:
 
 def forget() -> None:
     """Read the files anew at the next search."""
-    with _loading:
-        _winners.clear()
+    global _winners
+    _winners = {}
 
 
 def _read(device: torch.device) -> list[Source]:
@@ -382,7 +383,8 @@ def read_data(file: Any) -> bytes:
         OSError: it cannot be read, or is nothing that a tuning file can be: a pipe would be waited
             for, a device or a huge file read until the memory is full.
     """
-    from .model import MOST_BYTES
+    with importing:
+        from .model import MOST_BYTES
 
     if isinstance(file, Path) and not file.is_dir():  # a folder's own error says it best
         facts = file.stat()
@@ -396,7 +398,8 @@ def read_data(file: Any) -> bytes:
 
 def _usable(file: Any) -> Tuning | None:
     """A file's content; a file that cannot be used is a miss, with one warning."""
-    from .model import TuningFileError, parse
+    with importing:
+        from .model import TuningFileError, parse
 
     try:
         tuning = parse(read_data(file))
@@ -423,7 +426,8 @@ def file_for(folder: Path, device: Device) -> Path:
     A file's name is only a label: where it is taken by another device (a MIG slice of the same
     product), the number of processors is added.
     """
-    from .model import TuningFileError, parse
+    with importing:
+        from .model import TuningFileError, parse
 
     file = folder / f"{device.label}.json"
     try:
@@ -446,9 +450,10 @@ def publish(path: Path, addition: Tuning, *, fresh: bool = False) -> None:
     Raises:
         WriteError: the file cannot be written, or is something that must not be overwritten.
     """
-    import filelock
+    with importing:
+        import filelock
 
-    from .model import TuningFileError, merge, not_before, parse, render
+        from .model import TuningFileError, merge, not_before, parse, render
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

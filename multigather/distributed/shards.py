@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
 from ..bounds import as_int64, resolve
+from ..fork import cached_property
 from ..slab import RowLayout
 
 

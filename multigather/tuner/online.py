@@ -8,6 +8,7 @@ runs while a CUDA graph is being captured.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 
 import torch
@@ -16,7 +17,7 @@ from .. import dispatch
 from ..cache import store
 from ..cache.device import device_of
 from ..cache.key import key_of
-from ..fork import Lock
+from ..fork import in_child
 from ..request import Request
 from .decide import NothingMeasured, entry_of, environment_facts, publish
 from .measure import Bench, OutOfMemory, candidates_for, defaults_of
@@ -26,7 +27,14 @@ log = logging.getLogger("multigather")
 SECONDS = 3.0
 ROUNDS = 3
 
-_tuning = Lock()
+# A lock, because what waits is the point; of C, so that it is taken and owned in one step.
+_tuning = threading.RLock()
+
+
+@in_child
+def _renew() -> None:
+    global _tuning
+    _tuning = threading.RLock()
 
 
 def tune_if_missing(request: Request, name: str | None) -> None:
