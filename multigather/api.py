@@ -518,11 +518,19 @@ def check_options(indices: Any, bounds: str, backend: str | None) -> None:
         )
 
 
-def check_arguments(indices: Any, buffers: Buffers, bounds: str, backend: str | None) -> None:
-    """`check_options`, then `check_buffer` for each."""
+def check_arguments(
+    indices: Any, buffers: Buffers, bounds: str, backend: str | None
+) -> tuple[torch.device, bool] | None:
+    """Refuse what no gather takes, whatever the outputs are.
+
+    Returns:
+        Where the gather runs, and whether the buffers lie in pinned host memory; None without any.
+    """
     check_options(indices, bounds, backend)
-    for tensor, label in zip(buffers.tensors, buffers.labels(), strict=True):
+    labels = buffers.labels()
+    for tensor, label in zip(buffers.tensors, labels, strict=True):
         check_buffer(tensor, label)
+    return _devices(indices, buffers.tensors, labels) if labels else None
 
 
 def _make(
@@ -533,20 +541,19 @@ def _make(
     backend: str | None,
 ) -> Executable | None:
     """Check everything that ``key`` stands for and make its executable; None without tensors."""
-    check_arguments(indices, buffers, bounds, backend)
-    tensors, labels = buffers.tensors, buffers.labels()
-    if not tensors:
+    found = check_arguments(indices, buffers, bounds, backend)
+    if found is None:
         return None
-    device, host_memory = _devices(indices, tensors, labels)
+    device, host_memory = found
     request = Request(
         device=device,
         host_memory=host_memory,
         index_dtype=indices.dtype,
         count=0,
         bounds=bounds,
-        fields=tuple(field_of(_physical(tensor)) for tensor in tensors),
+        fields=tuple(field_of(_physical(tensor)) for tensor in buffers.tensors),
     )
-    executable = Executable(request, backend, labels)
+    executable = Executable(request, backend, buffers.labels())
     if key is not None:
         if len(_executables) >= KEPT_EXECUTABLES:
             for oldest in list(_executables)[:1]:  # none if another thread dropped them all

@@ -48,7 +48,7 @@ def index_rows(buffer: torch.Tensor, indices: torch.Tensor, bounds: str) -> torc
     For tensors without memory of their own to read: traced ones, and those of a class that decides
     itself what indexing means. In mode "raise" a bad index selects a row of zeros.
     """
-    if buffer.shape[0] == 0:
+    if torch._C._get_tracing_state() is None and buffer.shape[0] == 0:
         return buffer.new_zeros((*indices.shape, *buffer.shape[1:]))
     selected, bad = resolve(as_int64(indices), buffer.shape[0], bounds)
     rows = buffer[selected]

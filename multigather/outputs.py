@@ -10,6 +10,7 @@ import torch
 from .backends.base import flat_row_stride
 from .memory import check_memory, extent, span_of
 from .request import Request, has_contiguous_rows
+from .subclasses import is_fake
 
 
 def _marker() -> Callable[[Sequence[torch.Tensor]], Any]:
@@ -46,8 +47,11 @@ def check_outputs(
     """
     for out, field, label in zip(outs, request.fields, labels, strict=True):
         name = label.replace("bufs", "out", 1)
-        if not isinstance(out, torch.Tensor) or out.layout is not torch.strided:
-            kind = out.layout if isinstance(out, torch.Tensor) else type(out).__name__
+        usable = isinstance(out, torch.Tensor) and out.layout is torch.strided
+        if not usable or is_fake(out):
+            kind = (
+                out.layout if isinstance(out, torch.Tensor) and not usable else type(out).__name__
+            )
             raise TypeError(f"{name} must be a dense strided torch.Tensor, got {kind}")
         shape = (*indices.shape, *field.row_shape)
         if tuple(out.shape) != shape:

@@ -18,6 +18,7 @@ from cases import POISON, assert_gathered, raw_bytes
 from conftest import Target
 
 import multigather
+from multigather.containers import Buffers
 from multigather.distributed import peer, shard
 from multigather.distributed.agreement import Offer
 from multigather.distributed.peer import SymmetricSlab
@@ -142,7 +143,7 @@ def test_peer_reads(target: Target, fields: list[Any], bounds: str) -> None:
         slabs.append(arena[place : place + size].view(count, layout.stride))
     views = [layout.views(slab) for slab in slabs]
     own = tuple(views[0])
-    local = local_executable(own, list(own), bounds, target.backend)
+    local = local_executable(Buffers(own), bounds, target.backend)
     offers = [Offer(rows=count, symmetric=True) for count in rows]
     addresses = tuple(arena.data_ptr() + place for place in places)
     part = Part(local, SymmetricSlab(layout, addresses, arena))

@@ -242,9 +242,7 @@ def test_containers_and_plans_in_a_batch(target: Target) -> None:
         plan,
         lambda indices: multigather.gather(indices, table, None, backend=target.backend),
     ):
-        rows, nothing = func.vmap(lambda indices, run=run: run(indices))(indices), None
-        found, nothing = rows
-        assert nothing is None
+        found = func.vmap(lambda indices, run=run: run(indices)[0])(indices)
         assert all(torch.equal(found[name], table[name][indices]) for name in table)
 
 
@@ -328,6 +326,10 @@ def test_compiled_transforms(target: Target, bufs: Any, name: str, compiler: str
             return func.vmap(lambda indices: gather(indices, *bufs))
         return lambda indices: TRANSFORMS[name](loss_of(gather, indices))(*bufs)
 
+    try:
+        torch.compile(transformed(index), fullgraph=True, backend=compiler)(indices)
+    except Exception as error:
+        pytest.skip(f"this torch does not compile it of b[indices] either: {error}"[:200])
     run = torch.compile(transformed(gather_of(target)), fullgraph=True, backend=compiler)
     for _ in range(2):
         torch.testing.assert_close(run(indices), transformed(index)(indices))
