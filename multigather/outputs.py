@@ -47,11 +47,9 @@ def check_outputs(
     """
     for out, field, label in zip(outs, request.fields, labels, strict=True):
         name = label.replace("bufs", "out", 1)
-        usable = isinstance(out, torch.Tensor) and out.layout is torch.strided
-        if not usable or is_fake(out):
-            kind = (
-                out.layout if isinstance(out, torch.Tensor) and not usable else type(out).__name__
-            )
+        if not isinstance(out, torch.Tensor) or out.layout is not torch.strided or is_fake(out):
+            layout = getattr(out, "layout", torch.strided)
+            kind = type(out).__name__ if layout is torch.strided else layout
             raise TypeError(f"{name} must be a dense strided torch.Tensor, got {kind}")
         shape = (*indices.shape, *field.row_shape)
         if tuple(out.shape) != shape:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from cases import Slab, assert_gathered
@@ -151,6 +149,15 @@ def test_export(target: Target) -> None:
     assert torch.equal(module(indices), module.table[indices])
 
 
+def error_of(run, *arguments) -> str:
+    """What a call says when it refuses, in torch's wrapping or not; empty if it does not."""
+    try:
+        run(*arguments)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize("full", [True, False], ids=["full graph", "with breaks"])
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_outputs_that_eager_calls_refuse(target: Target, compiler: str, full: bool) -> None:
@@ -181,10 +188,9 @@ def test_outputs_that_eager_calls_refuse(target: Target, compiler: str, full: bo
             (a, b, first, second.clone().requires_grad_()),
         ):
             before = [each.detach().clone() for each in wrong]
-            try:
-                run(indices, *wrong)
-            except Exception as error:  # wrapped or not
-                assert re.search("out|gradients", str(error))
+            error = error_of(run, indices, *wrong)
+            if error:
+                assert "out" in error or "gradients" in error
                 assert all(torch.equal(*pair) for pair in zip(wrong, before, strict=True))
             else:
                 # Inductor may put a copy in the place of an output at an odd address.

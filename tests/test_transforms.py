@@ -25,7 +25,8 @@ def gather_of(target: Target) -> Gather:
 
 def index(indices: torch.Tensor, *bufs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What it must equal."""
-    return tuple(buf[indices] for buf in bufs)
+    # A batch of indices without a dimension is more than some versions of torch can index by.
+    return tuple(buf[indices[None]].squeeze(0) for buf in bufs)
 
 
 def floats(*shape: int, target: Target, seed: int = 0) -> torch.Tensor:
