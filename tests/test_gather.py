@@ -92,7 +92,6 @@ def test_every_row_size_at_every_alignment(target: Target, width: int) -> None:
     gather_and_check(target, rows_of(count, 23, target.device, seed=width), slabs)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_is_copied_as_bytes(target: Target, dtype: torch.dtype) -> None:
     """Random bytes survive in every dtype: NaN payloads, odd bools, fp8, fp4 pairs, complex."""
