@@ -176,9 +176,9 @@ class Board:
             # none from here on, so these lines are one step: a report is made here, or by another
             # call, or not yet.
             if self._reports == reports:
-                self._reports = reports + 1
-                self._taken[_ALL] = handed
                 self.taken = self.words[1] = count
+                self._taken[_ALL] = handed
+                self._reports = reports + 1
                 self._first_seen = None
                 return error
 

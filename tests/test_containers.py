@@ -449,7 +449,6 @@ def numpy_arrays() -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "make",
     [

@@ -6,7 +6,10 @@ On CPU targets a bad index raises at the call; on a GPU the call returns and `ch
 from __future__ import annotations
 
 import collections
+import ctypes
 import dataclasses
+import mmap
+import sys
 
 import pytest
 import torch
@@ -89,7 +92,6 @@ def test_every_row_size_at_every_alignment(target: Target, width: int) -> None:
     gather_and_check(target, rows_of(count, 23, target.device, seed=width), slabs)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_is_copied_as_bytes(target: Target, dtype: torch.dtype) -> None:
     """Random bytes survive in every dtype: NaN payloads, odd bools, fp8, fp4 pairs, complex."""
@@ -503,3 +505,92 @@ def test_oracle_disagrees_with_a_wrong_gather() -> None:
     assert (raw_bytes(source[indices]) == expected(indices, source)).all()
     with pytest.raises(AssertionError):
         assert_gathered(source[indices.flip(0)], indices, source)
+
+
+def over_one_address(device: str) -> dict[str, list[torch.Tensor]]:
+    """Buffers of which several begin at one address, with other sizes, types or strides."""
+    table = torch.arange(80.0, device=device).view(8, 10)
+    words = torch.arange(64, dtype=torch.uint8, device=device).view(8, 8)
+    pairs = torch.view_as_complex(torch.arange(48.0, device=device).view(8, 3, 2))
+    return {
+        "columns": [table[:, :5], table, table[:, :1], table[:, 5:]],
+        "twice": [table, table],
+        "shifted rows": [table, table[1:7], table[::2]],
+        "types": [words[:, :1], words, words.view(torch.int64), words.view(torch.int16), words],
+        "conjugate": [pairs.conj(), pairs, torch.view_as_real(pairs)],
+        "expanded": [table[:1].expand(8, 10), table[:1, 3:4].expand(8, 1), table],
+        "no bytes": [table[:, :0], table, words[:, :0]],
+        "many": [table[:, number % 5 : 5 + number % 4] for number in range(65)],
+    }
+
+
+@pytest.mark.parametrize("case", over_one_address("cpu"))
+def test_buffers_at_one_address(target: Target, case: str) -> None:
+    buffers = over_one_address(target.device)[case]
+    indices = torch.tensor([0, 3, -1], device=target.device)
+    found = multigather.gather(indices, *buffers, backend=target.backend)
+    for rows, buffer in zip(found, buffers, strict=True):
+        assert_gathered(rows, indices, buffer)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_type_and_its_bytes_at_one_address(target: Target, dtype: torch.dtype) -> None:
+    slab = Slab(6, (2,), dtype, target.device)
+    indices = torch.tensor([5, 0, -2], device=target.device)
+    buffers = [slab.tensor.view(torch.uint8), slab.tensor]
+    for some in (buffers, buffers[::-1]):
+        found = multigather.gather(indices, *some, backend=target.backend)
+        for rows, buffer in zip(found, some, strict=True):
+            assert_gathered(rows, indices, buffer)
+
+
+def test_a_buffer_in_the_memory_of_the_indices(target: Target) -> None:
+    indices = torch.arange(8, device=target.device).flip(0).contiguous()
+    buffers = [indices, indices.view(torch.uint8).view(8, 8), indices.view(4, 2).repeat(2, 1)]
+    found = multigather.gather(indices, *buffers, backend=target.backend)
+    for rows, buffer in zip(found, buffers, strict=True):
+        assert_gathered(rows, indices, buffer)
+
+
+def test_outputs_in_one_tensor(target: Target) -> None:
+    """Columns of it, and one after another."""
+    table = torch.arange(80.0, device=target.device).view(8, 10)
+    indices = torch.tensor([0, 3, -1], device=target.device)
+    into = torch.empty(6, 12, device=target.device)
+    out = (into[:3, :5], into[:3, 5:6], into[3:, :10])
+    buffers = (table[:, :5], table[:, :1], table)
+    for _ in range(3):
+        into.fill_(-1)
+        multigather.gather(indices, *buffers, out=out, backend=target.backend)
+        for rows, buffer in zip(out, buffers, strict=True):
+            assert torch.equal(rows, buffer[indices])
+        assert bool((into[:3, 6:] == -1).all() and (into[3:, 10:] == -1).all())
+
+
+def test_read_only_memory_up_to_its_last_byte(target: Target) -> None:
+    """No byte beyond a buffer is read, and none of it written: both would end the process."""
+    if target.device != "cpu" or not sys.platform.startswith("linux"):
+        pytest.skip("needs memory of the host with the protection of Linux")
+    page = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 2 * page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    content = bytes(range(1, 12))
+    memory[page - len(content) : page] = content
+    protect = ctypes.CDLL(None).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert not protect(start, page, mmap.PROT_READ) and not protect(start + page, page, 0)
+    try:
+        view = (ctypes.c_char * len(content)).from_address(start + page - len(content))
+        whole = torch.frombuffer(view, dtype=torch.uint8)
+        buffers = [
+            whole,
+            whole[-2:],
+            whole[-1:],
+            whole[:9].view(3, 3),
+        ]
+        indices = torch.tensor([0, -1])
+        found = multigather.gather(indices, *buffers, backend=target.backend)
+        for rows, buffer in zip(found, buffers, strict=True):
+            assert_gathered(rows, indices, buffer)
+    finally:
+        protect(start, 2 * page, mmap.PROT_READ | mmap.PROT_WRITE)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from cases import run_program
 
 # Makes packages absent: neither importlib nor importlib.metadata finds them any more.
 HIDE = """
@@ -126,3 +127,39 @@ print(json.dumps([name for name in others if name in sys.modules]))
         tmp_path,
     )
     assert loaded == []
+
+
+QUIET = """
+import sys, warnings
+import torch  # whose own import may warn
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    import multigather
+    device = sys.argv[1]
+    buffer = torch.arange(30.0, device=device).view(10, 3)
+    other = torch.arange(10, device=device)
+    leaf = torch.ones(10, 3, device=device, requires_grad=True)
+    indices = torch.tensor([[3], [-1]], device=device)
+    out = (torch.empty(2, 1, 3, device=device), torch.empty(2, 1, dtype=torch.int64, device=device))
+    plan = multigather.plan(buffer, other)
+    fields = {"a": (torch.float32, (3,)), "b": torch.int16}
+    packed = multigather.alloc(10, fields, device=device)
+    for _ in range(4):
+        multigather.gather(indices, buffer, other)
+        multigather.gather(indices, {"a": buffer, "b": None}, (other,))
+        multigather.gather(indices, buffer, other, out=out)
+        multigather.gather(indices, buffer.t(), bounds="clip")
+        multigather.gather(indices, packed)
+        plan(indices), plan(indices, out=out)
+        multigather.gather(indices, leaf, other)[0].sum().backward()
+        if device == "cpu":
+            multigather.gather(indices.numpy(), buffer.numpy(), other.numpy())
+    multigather.explain(indices, buffer), multigather.backends(), multigather.check()
+    for each in seen:
+        print(each)
+"""
+
+
+def test_a_plain_program_sees_no_warning(device: str) -> None:
+    """Neither one of multigather's nor one that a library gives because of it."""
+    assert run_program(QUIET, device).stdout == ""

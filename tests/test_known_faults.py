@@ -590,7 +590,6 @@ def test_small_floats(target: Target, name: str) -> None:
     assert not raw(output).any()
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("name", ["complex32", "complex64", "complex128"])
 def test_complex(target: Target, name: str) -> None:
     """FlagGems#1803, FlagGems#5332, pytorch#192023: copied as bytes, conjugated views too."""

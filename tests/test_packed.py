@@ -132,7 +132,6 @@ def test_index_types_and_shapes(target: Target, index_dtype: torch.dtype) -> Non
             assert_gathered(result, chosen, buffer)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 def test_every_dtype(target: Target) -> None:
     """Any bytes survive in any company: odd bools, fp8, pairs of fp4, NaN payloads."""
     if target.backend == "triton":
@@ -467,7 +466,6 @@ def packed_gathers(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("backend", ["torch", "cupy"])
 def test_any_slab(backend: str) -> None:
     """Slabs of any fields, of which some are not gathered or are elsewhere."""

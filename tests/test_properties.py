@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +26,6 @@ INDEX_DTYPES = (
     torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.uint16, torch.uint32, torch.uint64,
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def no_warning_about_complex_half() -> Iterator[None]:
-    """Torch says that complex32 is experimental."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
-        yield
 
 
 def settled(target: Target | None = None, examples: int = 300) -> settings:

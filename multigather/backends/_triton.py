@@ -213,11 +213,16 @@ def _interpret(
         _BadIndex: the kernel met a bad index.
     """
     board = faults.Board(torch.device("cpu"))
+    tensors = _Places()
+    sources, destinations = (
+        tuple(tensors[address].view(dtype) for address, dtype in zip(some, dtypes, strict=True))
+        for some in (addresses[1::2], addresses[2::2])
+    )
     _kernel().fn[(grid,)](
-        indices=_tensor_at(addresses[0], index_dtype),
+        indices=tensors[addresses[0]].view(index_dtype),
         faults=board.memory,
-        sources=tuple(map(_tensor_at, addresses[1::2], dtypes)),
-        destinations=tuple(map(_tensor_at, addresses[2::2], dtypes)),
+        sources=sources,
+        destinations=destinations,
         **arguments,
     )
     if board.words[0]:
@@ -411,12 +416,20 @@ class _Pointer:
         return self.address
 
 
-def _tensor_at(address: int, dtype: torch.dtype) -> torch.Tensor:
-    """An integer tensor at an address of host memory; Triton's interpreter needs real tensors."""
-    if not address:  # of a tensor without elements
-        return torch.empty(1, dtype=dtype)
-    memory = (ctypes.c_char * dtype.itemsize).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype)
+class _Places(dict[int, torch.Tensor]):
+    """Tensors at addresses of host memory, since Triton's interpreter needs real ones.
+
+    It takes all storages at one address for the first of them, and in the end copies it to the
+    last. So there is one for each address, of a size for every type; a copy to itself is none.
+    """
+
+    def __missing__(self, address: int) -> torch.Tensor:
+        if address:
+            memory = ctypes.c_int64.from_address(address)
+            self[address] = torch.frombuffer(memory, dtype=torch.int64)
+        else:  # of a tensor without elements
+            self[address] = torch.empty(1, dtype=torch.int64, device="cpu")
+        return self[address]
 
 
 @functools.cache
