@@ -19,13 +19,14 @@ from .autograd import (
     forward_mode,
     has_tangent,
     is_wrapped,
+    loadable,
     transforming,
 )
 from .bounds import as_int64, index_rows, resolve
 from .cache import store
 from .containers import Buffers
 from .executable import Executable
-from .memory import aligned, check_memory
+from .memory import aligned, as_bytes, check_memory
 from .nvtx import ranged
 from .operator import gather_into_operator, gather_operator
 from .outputs import check_outputs, mark_written
@@ -335,13 +336,14 @@ def _gather_others(
         parts.append(part)
     if outs is not None:
         outs = list(map(plain, outs))
-    results = list(_gather(plain(indices), buffers.of(parts), outs, bounds, backend)[0])
+    indices = loadable(plain(indices))
+    results = list(_gather(indices, buffers.of(parts), outs, bounds, backend)[0])
     for number, tensor in enumerate(tensors):
         kind = type(tensor)
         if all_ordinary(tensor):
             continue
         if decides_itself(kind):
-            results[number] = index_rows(tensor, plain(indices), bounds)
+            results[number] = index_rows(tensor, indices, bounds)
         elif keeps_class(kind):
             results[number] = results[number].as_subclass(kind)
     return results
@@ -674,16 +676,20 @@ def _run(
         return executable(indices, shape, sources, outs)
     results = executable(indices, shape, [_physical(source) for source in sources], outs)
     bounds = executable.request.bounds
-    for source, result in zip(sources, results, strict=True):
+    for source, given in zip(sources, results, strict=True):
+        if not (source.is_conj() or source.is_neg()):
+            continue
+        result = aligned(given)
         if source.is_conj():
             torch.conj_physical(result, out=result)
         if source.is_neg():
             result.neg_()
-        if source.is_conj() or source.is_neg():
-            # Rows that came from no buffer are zero bytes, not -0.0.
-            _, bad = resolve(as_int64(indices), source.shape[0], bounds)
-            if bad is not None:
-                result.masked_fill_(bad.view((*shape, *[1] * (source.dim() - 1))), 0)
+        # Rows that came from no buffer are zero bytes, not -0.0.
+        _, bad = resolve(as_int64(indices), source.shape[0], bounds)
+        if bad is not None:
+            result.masked_fill_(bad.view((*shape, *[1] * (source.dim() - 1))), 0)
+        if result is not given:
+            as_bytes(given).copy_(as_bytes(result))
     return results
 
 

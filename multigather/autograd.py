@@ -307,8 +307,7 @@ def sums_of(
     """`sum_rows` without a graph: by the kernel what it can add, the rest by torch."""
     shapes = sum_shapes(indices, rows, gradients)
     kernel = kernel_for(backend, indices, gradients)
-    if kernel is not None or is_plain(*gradients):
-        gradients = [aligned(gradient) for gradient in gradients]
+    indices, *gradients = map(loadable, (indices, *gradients))
     count = max(1, indices.numel())
     sums: dict[int, torch.Tensor] = {}
     for by_kernel in (True, False):
@@ -359,6 +358,11 @@ def is_plain(*tensors: torch.Tensor) -> bool:
             for tensor in tensors
         )
     )
+
+
+def loadable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy if it has memory at an address that no element may be loaded from."""
+    return aligned(tensor) if is_plain(tensor) else tensor
 
 
 def add_by_kernel(
@@ -484,5 +488,5 @@ def gather_again(
 
 def marked(indices: torch.Tensor, rows: int, bounds: str) -> torch.Tensor:
     """The row numbers that indices select, as int64; -1 where they select none."""
-    selected, bad = resolve(as_int64(indices), rows, bounds)
+    selected, bad = resolve(as_int64(loadable(indices)), rows, bounds)
     return selected if bad is None else torch.where(bad, -1, selected)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .autograd import marked, sum_rows
+from .autograd import loadable, marked, sum_rows
 from .request import has_contiguous_rows
 
 
@@ -68,7 +68,7 @@ def gather_batch(
             dim is not None or not has_contiguous_rows(tuple(part.shape), part.stride())
         ):
             # Here it takes part without a byte, so that bad indices are reported.
-            joined[number] = buffer.movedim(each, 0)
+            joined[number] = loadable(buffer).movedim(each, 0)
             part = buffer.new_empty((part.shape[0], 0))
         parts.append(part)
     results = list(gather(outer, *parts, bounds=bounds, backend=backend))

@@ -57,6 +57,11 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     return tensor.data_ptr() % tensor.element_size() == 0
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of each element's bytes, in one more dimension."""
+    return tensor.unsqueeze(-1).view(torch.uint8)
+
+
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy of its bytes if it is not aligned.
 
@@ -65,5 +70,6 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """
     if is_aligned(tensor):
         return tensor
-    as_bytes = tensor.unsqueeze(-1).view(torch.uint8)
-    return as_bytes.clone(memory_format=torch.contiguous_format).view(tensor.dtype).squeeze(-1)
+    return (
+        as_bytes(tensor).clone(memory_format=torch.contiguous_format).view(tensor.dtype).squeeze(-1)
+    )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import api
+from .autograd import loadable
 from .backends._torch import SAME_SIZE
 from .containers import Buffers
 from .memory import check_memory
@@ -60,7 +61,7 @@ def pack(*bufs: Any) -> tuple[Any, ...]:
     for field, tensor in zip(fields, tensors, strict=True):
         # As integers, since a copy of bools makes every odd byte 1.
         as_bytes = SAME_SIZE[field.itemsize]
-        values = tensor.detach().resolve_conj().resolve_neg()
+        values = loadable(tensor.detach()).resolve_conj().resolve_neg()
         field.view(as_bytes).copy_(values.view(as_bytes))
     return buffers.mirrored(fields, torch.Size((len(tensors[0]),)))
 

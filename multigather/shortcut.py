@@ -161,7 +161,7 @@ class Shortcut:
         assert self._attached is not None
         try:
             flat = indices if indices.dim() == 1 else indices.view(-1)
-            if not self._attached(flat, *buffers):
+            if not self._attached(flat, *buffers) or not is_aligned(indices):
                 return None
         except (AttributeError, RuntimeError, TypeError):  # no tensors, or no such view
             return None

@@ -196,6 +196,7 @@ def test_outputs_that_eager_calls_refuse(target: Target, compiler: str, full: bo
                 # Inductor may put a copy in the place of an output at an odd address.
                 assert compiler == "inductor" and not any(each.requires_grad for each in wrong)
                 assert torch.equal(wrong[3], before[1][indices])
+        a, b, first, second = arguments()
         run(indices, a, b, first, second)
         assert first.tolist() == [3, 0, 1]
         assert second.tolist() == [13, 10, 11]

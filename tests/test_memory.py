@@ -188,6 +188,47 @@ def test_misaligned_indices(target: Target, dtype: torch.dtype, by: int) -> None
             assert torch.equal(square, buffer[values].view(2, 3, 2))
 
 
+@pytest.mark.parametrize("lazy", [torch.conj, torch._neg_view], ids=["conj", "neg"])
+def test_misaligned_outputs_of_lazy_buffers(target: Target, lazy: Any) -> None:
+    values = torch.arange(10, device=target.device).view(5, 2).to(torch.complex64) * (1 + 2j)
+    indices = torch.tensor([3, 0], device=target.device)
+    for by in (0, 1, 4):
+        out = misaligned(torch.zeros(2, 2, dtype=torch.complex64, device=target.device), by)
+        multigather.gather(indices, lazy(values), out=(out,), backend=target.backend)
+        correct = lazy(values)[indices].resolve_conj().resolve_neg()
+        assert (raw_bytes(as_bytes(out)) == raw_bytes(as_bytes(correct))).all()
+
+
+def test_misaligned_tensors_in_transforms(target: Target) -> None:
+    """Where torch's own operations look at the indices and join the buffers of a batch."""
+    buffer = torch.arange(20.0, device=target.device).view(2, 5, 2)
+    indices = torch.tensor([[4, 0, -1], [1, 1, 2]], device=target.device)
+    moved, odd = misaligned(buffer, 1), misaligned(indices, 1)
+
+    def gather(indices: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        return multigather.gather(indices, buffer, backend=target.backend)[0]
+
+    for dims in ((0, 0), (None, 0), (0, None)):
+        plain = [each if dim == 0 else each[0] for each, dim in zip((indices, buffer), dims)]  # noqa: B905
+        other = [
+            each if dim == 0 else misaligned(each[0].clone(), 1)
+            for each, dim in zip((indices, buffer), dims)
+        ]  # noqa: B905, E501
+        other = [o if d is None else m for o, d, m in zip(other, dims, (odd, moved))]  # noqa: B905
+        found = torch.func.vmap(gather, dims)(*other)
+        assert torch.equal(found, torch.func.vmap(gather, dims)(*plain))
+    leaf = misaligned(buffer[0].clone(), 1).requires_grad_()
+    for _ in range(3):
+        (gradient,) = torch.autograd.grad(gather(misaligned(indices[1], 1), leaf).sum(), leaf)
+        assert gradient[:, 0].tolist() == [0, 2, 1, 0, 0]
+
+
+def test_packing_misaligned_buffers(device: str) -> None:
+    buffers = [torch.arange(4.0, device=device), torch.arange(8, device=device).view(4, 2)]
+    packed = multigather.pack(*(misaligned(each, 1) for each in buffers))
+    assert all(map(torch.equal, packed, buffers))
+
+
 def test_misaligned_gradients(target: Target) -> None:
     """A gradient that a hook hands over, at an odd address."""
     buffer = torch.zeros(4, 3, device=target.device, requires_grad=True)

@@ -15,7 +15,7 @@ import torch
 from .. import faults
 from ..bounds import as_int64, raise_if_bad, resolve
 from ..launch import current_stream
-from ..memory import is_aligned
+from ..memory import as_bytes, is_aligned
 from ..request import Request, Site
 from .base import Config, Refusal, Runner, config_of, flat_row_stride
 
@@ -225,8 +225,8 @@ class SelectRunner:
             if field.rows == 0:
                 # Only fill reaches this with any index: a row of zeros for each.
                 result = out if out is not None else self._empty(number, shape)
-                as_bytes = not is_aligned(result)
-                self._flat(number, result, len(wide), as_bytes).zero_()
+                bytewise = not is_aligned(result)
+                self._flat(number, result, len(wide), bytewise).zero_()
                 results.append(result)
                 continue
             result = self._select(number, source, rows, shape, out)
@@ -256,9 +256,8 @@ class SelectRunner:
         if self._misaligned[number] or (out is not None and not is_aligned(out)):
             if out is None:
                 out = self._empty(number, shape)
-            as_bytes = source.unsqueeze(-1).view(torch.uint8)
             index_select(
-                as_bytes, 0, rows, out=self._flat(number, out, rows.shape[0], as_bytes=True)
+                as_bytes(source), 0, rows, out=self._flat(number, out, len(rows), bytewise=True)
             )
             return out
         view = self._views[number]
@@ -276,28 +275,28 @@ class SelectRunner:
         return out
 
     def _flat(
-        self, number: int, out: torch.Tensor, count: int, as_bytes: bool = False
+        self, number: int, out: torch.Tensor, count: int, bytewise: bool = False
     ) -> torch.Tensor:
         """The output as one dimension of rows, in the type it is copied as.
 
-        With ``as_bytes`` each element is its bytes, in one more dimension.
+        With ``bytewise`` each element is its bytes, in one more dimension.
         """
         field = self._request.fields[number]
         if out.requires_grad:
             out = out.detach()
         view = self._views[number]
-        if view is not None and not as_bytes:
+        if view is not None and not bytewise:
             out = out.view(view)
         leading = out.dim() - len(field.row_shape)
         if leading != 1:
             stride = flat_row_stride(out, leading)
             steps = (stride or 1, *out.stride()[leading:])
             out = out.as_strided((count, *field.row_shape), steps)
-        return out.unsqueeze(-1).view(torch.uint8) if as_bytes else out
+        return as_bytes(out) if bytewise else out
 
     def _zero(self, number: int, result: torch.Tensor, bad: torch.Tensor) -> None:
         """Zero the marked rows, as bytes."""
-        flat = self._flat(number, result, len(bad), as_bytes=not is_aligned(result))
+        flat = self._flat(number, result, len(bad), bytewise=not is_aligned(result))
         flat.masked_fill_(bad.view(-1, *[1] * (flat.dim() - 1)), 0)
 
     def _report(self, number: int, indices: torch.Tensor, bad: torch.Tensor) -> None:
