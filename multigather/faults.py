@@ -161,12 +161,13 @@ class Board:
                 own = _records(self.words, RING, taken, count)
                 found = [(record[0] - 1, record) for record in own]
                 if len(found) + by_lanes < min(tickets, RING):
-                    self._first_seen = first = self._first_seen or time.monotonic()
-                    if time.monotonic() - first < RECORD_SECONDS:
+                    now = time.monotonic()
+                    self._first_seen = first = self._first_seen or now
+                    if now - first < RECORD_SECONDS:
                         return None
-                for lane, (before, now) in enumerate(zip(self._taken, handed, strict=True)):
+                for lane, (before, after) in enumerate(zip(self._taken, handed, strict=True)):
                     words = self._lane_words[LANE_WORDS * lane : LANE_WORDS * (lane + 1)]
-                    of_lane = _records(words, LANE_RING, before, now)
+                    of_lane = _records(words, LANE_RING, before, after)
                     found += [(record[6] >> 1, record) for record in of_lane]
                 found.sort(key=lambda each: each[0])
                 records = [record for _, record in found]

@@ -6,6 +6,7 @@ CPU (cuda_host). With a GPU, ``pytest -m gpu`` runs the same tests on the three 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,15 @@ if not HAVE_GPU:
 import pytest
 
 from multigather import api, dispatch
+
+with contextlib.suppress(ImportError):
+    import hypothesis
+
+    # How long an example takes says how busy the machine is.
+    hypothesis.settings.register_profile(
+        "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("any machine")
 
 
 @dataclass(frozen=True)
