@@ -80,6 +80,8 @@ class Board:
         lane: memory for a lane; without it memory is allocated, for the board and its lanes.
     """
 
+    # What was made in inference mode could not be written outside it.
+    @torch.inference_mode(False)
     def __init__(self, device: torch.device, lane: torch.Tensor | None = None) -> None:
         self.device = device
         self.ring = RING if lane is None else LANE_RING
@@ -105,6 +107,7 @@ class Board:
         self._places = itertools.count()
 
     @cached_property
+    @torch.inference_mode(False)
     def device_words(self) -> torch.Tensor:
         """The words as a tensor of the device, for torch operations on it."""
         if self.device.type == "cpu":
