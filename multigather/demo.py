@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -63,11 +64,15 @@ class Workload:
         generator = torch.Generator().manual_seed(seed)
         rows = len(self.tensors[0])
         if self.unique:
-            drawn = [
-                1 + torch.randperm(rows - 1, generator=generator)[:count] for _ in range(BATCHES)
-            ]
+            orders = (
+                torch.randperm(rows - 1, device="cpu", generator=generator) for _ in range(BATCHES)
+            )
+            drawn = [1 + order[:count] for order in orders]
         else:
-            drawn = [torch.randint(rows, (count,), generator=generator) for _ in range(BATCHES)]
+            drawn = [
+                torch.randint(rows, (count,), device="cpu", generator=generator)
+                for _ in range(BATCHES)
+            ]
         return [indices.to(self.tensors[0].device) for indices in drawn]
 
 
@@ -129,19 +134,19 @@ def collect_transitions(steps: int, seed: int) -> dict[str, Tensor]:
     )
     env.action_space.seed(seed)
     obs, _ = env.reset(seed=seed)
-    step = torch.zeros(ENVIRONMENTS_AT_ONCE, dtype=torch.int64)
-    ended = torch.zeros(ENVIRONMENTS_AT_ONCE, dtype=torch.bool)
+    step = torch.zeros(ENVIRONMENTS_AT_ONCE, dtype=torch.int64, device="cpu")
+    ended = torch.zeros(ENVIRONMENTS_AT_ONCE, dtype=torch.bool, device="cpu")
     columns: dict[str, list[Tensor]] = {}
     collected = 0
     while collected < steps:
         action = env.action_space.sample()
         next_obs, reward, terminated, truncated, _ = env.step(action)
         transition = {
-            "obs": torch.tensor(obs),
-            "action": torch.tensor(action),
-            "reward": torch.tensor(reward),
-            "next_obs": torch.tensor(next_obs),
-            "terminated": torch.tensor(terminated),
+            "obs": torch.tensor(obs, device="cpu"),
+            "action": torch.tensor(action, device="cpu"),
+            "reward": torch.tensor(reward, device="cpu"),
+            "next_obs": torch.tensor(next_obs, device="cpu"),
+            "terminated": torch.tensor(terminated, device="cpu"),
             "step": step,
         }
         # The step after an episode's end only resets that environment: no transition.
@@ -149,7 +154,7 @@ def collect_transitions(steps: int, seed: int) -> dict[str, Tensor]:
         for name, value in transition.items():
             columns.setdefault(name, []).append(value[played])
         collected += int(played.sum())
-        ended = transition["terminated"] | torch.tensor(truncated)
+        ended = transition["terminated"] | torch.tensor(truncated, device="cpu")
         step = torch.where(played, step + 1, 0)
         obs = next_obs
     env.close()
@@ -159,11 +164,12 @@ def collect_transitions(steps: int, seed: int) -> dict[str, Tensor]:
 def decoding_state(pool: int, seed: int) -> dict[str, Tensor]:
     """Speculative-decoding state of ``pool`` request slots, random values, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
+    options: dict[str, Any] = {"device": "cpu", "generator": generator}
     return {
-        "topk_p": torch.rand(pool, 1, generator=generator),
-        "topk_index": torch.randint(150_000, (pool, 1), generator=generator),
-        "tokens": torch.randint(150_000, (pool,), generator=generator),
-        "hidden": torch.randn(pool, 7168, generator=generator).to(torch.bfloat16),
+        "topk_p": torch.rand(pool, 1, dtype=torch.float32, **options),
+        "topk_index": torch.randint(150_000, (pool, 1), **options),
+        "tokens": torch.randint(150_000, (pool,), **options),
+        "hidden": torch.randn(pool, 7168, dtype=torch.float32, **options).to(torch.bfloat16),
     }
 
 

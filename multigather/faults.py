@@ -80,6 +80,8 @@ class Board:
         lane: memory for a lane; without it memory is allocated, for the board and its lanes.
     """
 
+    # What was made in inference mode could not be written outside it.
+    @torch.inference_mode(False)
     def __init__(self, device: torch.device, lane: torch.Tensor | None = None) -> None:
         self.device = device
         self.ring = RING if lane is None else LANE_RING
@@ -105,6 +107,7 @@ class Board:
         self._places = itertools.count()
 
     @cached_property
+    @torch.inference_mode(False)
     def device_words(self) -> torch.Tensor:
         """The words as a tensor of the device, for torch operations on it."""
         if self.device.type == "cpu":
@@ -161,12 +164,13 @@ class Board:
                 own = _records(self.words, RING, taken, count)
                 found = [(record[0] - 1, record) for record in own]
                 if len(found) + by_lanes < min(tickets, RING):
-                    self._first_seen = first = self._first_seen or time.monotonic()
-                    if time.monotonic() - first < RECORD_SECONDS:
+                    now = time.monotonic()
+                    self._first_seen = first = self._first_seen or now
+                    if now - first < RECORD_SECONDS:
                         return None
-                for lane, (before, now) in enumerate(zip(self._taken, handed, strict=True)):
+                for lane, (before, after) in enumerate(zip(self._taken, handed, strict=True)):
                     words = self._lane_words[LANE_WORDS * lane : LANE_WORDS * (lane + 1)]
-                    of_lane = _records(words, LANE_RING, before, now)
+                    of_lane = _records(words, LANE_RING, before, after)
                     found += [(record[6] >> 1, record) for record in of_lane]
                 found.sort(key=lambda each: each[0])
                 records = [record for _, record in found]

@@ -20,11 +20,12 @@ def announce_reads(tensors: Sequence[torch.Tensor], device: torch.device) -> Non
     storages = [tensor.untyped_storage() for tensor in tensors]
     for storage in {storage.data_ptr(): storage for storage in storages}.values():
         if storage.nbytes():
-            first = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (1,), (1,))
+            first = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (1,), (1,))
             _any_byte(device).copy_(first, non_blocking=True)
 
 
 @functools.cache
+@torch.inference_mode(False)  # what was made in that mode could not be written outside it
 def _any_byte(device: torch.device) -> torch.Tensor:
     """A byte of the device that nobody reads; new ones would cost as much as the copy."""
     return torch.empty(1, dtype=torch.uint8, device=device)

@@ -6,9 +6,13 @@ CPU (cuda_host). With a GPU, ``pytest -m gpu`` runs the same tests on the three 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,7 +26,17 @@ if not HAVE_GPU:
 
 import pytest
 
-from multigather import api, dispatch
+import multigather
+from multigather import api, autograd, dispatch
+
+with contextlib.suppress(ImportError):
+    import hypothesis
+
+    # How long an example takes says how busy the machine is.
+    hypothesis.settings.register_profile(
+        "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("any machine")
 
 
 @dataclass(frozen=True)
@@ -51,6 +65,42 @@ GPU_TARGETS = [
     Target("triton-gpu", "cuda", "triton"),
     Target("cupy-gpu", "cuda", "cupy"),
 ]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--default-device meta``: tests as in a program that has set a default device."""
+    parser.addoption("--default-device", help="torch's default device inside multigather's calls")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Replace the public functions, before tests import them, by some with a default device.
+
+    What the tests themselves make stays on the CPU. Without a GPU whatever is made on a default of
+    "cuda" fails.
+    """
+    name = config.getoption("--default-device")
+    if name is None:
+        return
+
+    def inside(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def called(*arguments: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling():  # a graph has no place for a mode
+                return function(*arguments, **options)
+            with torch.device(name):
+                return function(*arguments, **options)
+
+        return called
+
+    for function in ("gather", "plan", "explain", "check", "pack"):
+        public = getattr(multigather, function)
+        called = inside(public)
+        setattr(multigather, function, called)
+        setattr(sys.modules[public.__module__], function, called)
+    for kind, method in ((multigather.Plan, "__call__"), (multigather.Plan, "explain")):
+        setattr(kind, method, inside(getattr(kind, method)))
+    for node in (autograd.Gather, autograd.ScatterAdd):
+        node.backward = staticmethod(inside(node.backward))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -313,10 +313,10 @@ for turn in range(200 + 2 * len(points)):
         child = fork(loop)
         time.sleep(chance.uniform(0.0, 0.02))
         os.kill(child, signal.SIGKILL)
-        halves += len(list(path.parent.glob(".*.tmp")))
     else:
         child = fork(points[turn % len(points)])
     status = os.waitpid(child, 0)[1]
+    halves += len(list(path.parent.glob(".*.tmp")))
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
     try:
         data = path.read_bytes()

@@ -84,7 +84,7 @@ def test_without_a_process_group() -> None:
 
 def test_a_rank_that_dies_or_does_not_come(tmp_path: Path) -> None:
     """The others' errors name the operation, within the group's time-out; nobody hangs."""
-    run_jobs(tmp_path, 180, *(f"{name}:3" for name in distributed_worker.LONELY))
+    run_jobs(tmp_path, 400, *(f"{name}:3" for name in distributed_worker.LONELY))
     for name in distributed_worker.LONELY:
         found = outcomes_of(name, 2 if name == "die" else 3, tmp_path)
         assert [each[name] for each in found] == [""] * len(found)

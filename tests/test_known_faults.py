@@ -10,7 +10,6 @@ import math
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -968,31 +967,24 @@ def test_inference_mode(target: Target) -> None:
     assert leaf.grad[:, 0].tolist() == [1, 0, 1, 0]
 
 
-@pytest.mark.usefixtures("one_thread")
-def test_gradient_of_many_repeats_takes_no_longer(target: Target) -> None:
-    """pytorch#53491, pytorch#171381: one row repeated 20,000 times against all rows once."""
+def test_gradient_of_many_repeats_does_the_same(target: Target) -> None:
+    """pytorch#53491, pytorch#171381: operations that add a repeated row up one after another."""
     if target.device == "cpu" and target.backend != "torch":
         pytest.skip("the backward pass is the same on every backend")
-    count = 20_000
+    count = 2000
     leaf = torch.rand(count, 8, device=target.device, requires_grad=True)
-    patterns = {
-        "each once": torch.arange(count, device=target.device),
-        "repeated": torch.zeros(count, dtype=torch.int64, device=target.device),
-    }
-
-    def finish() -> None:
-        if target.device == "cuda":
-            torch.cuda.synchronize()
-
-    # In turns, so that a busy machine slows both.
-    seconds = dict.fromkeys(patterns, math.inf)
-    for _ in range(8):
-        for name, indices in patterns.items():
-            (output,) = gather(target, indices, leaf)
-            gradient = torch.ones_like(output)
-            finish()
-            start = time.perf_counter()
+    patterns = (
+        torch.arange(count, device=target.device),
+        torch.zeros(count, dtype=torch.int64, device=target.device),
+    )
+    found = []
+    for indices in patterns:
+        (output,) = gather(target, indices, leaf)
+        gradient = torch.ones_like(output)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             torch.autograd.grad(output, leaf, gradient)
-            finish()
-            seconds[name] = min(seconds[name], time.perf_counter() - start)
-    assert seconds["repeated"] < 20 * seconds["each once"] + 0.02
+        found.append(sorted((each.key, each.count) for each in profile.key_averages()))
+    once, repeated = found
+    assert once == repeated
+    assert any(name.startswith("aten::") for name, _ in once)
+    assert not any("index_put" in name or "embedding" in name for name, _ in once)

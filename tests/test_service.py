@@ -1,4 +1,4 @@
-"""The service loop of service.py, for a few seconds on every target."""
+"""The service loop of service.py, for some calls on every target."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ from conftest import Target
 
 import multigather
 
-SECONDS = {
-    "torch-cpu": 2.0,
-    "native-cpu": 2.0,
-    "triton-interpreter": 3.0,
-    "cuda-source-on-cpu": 2.0,
-}
+# What takes seconds, at most some ten on a busy machine.
+CALLS = {"triton-interpreter": 60, "cuda-source-on-cpu": 1000}
 
 
 def test_good_and_bad_calls_of_many_threads(target: Target) -> None:
@@ -22,11 +18,11 @@ def test_good_and_bad_calls_of_many_threads(target: Target) -> None:
     # What stands in for a GPU has one program's state, or one fault board, for all threads.
     threads = 8 if target.device == "cuda" or target.backend in ("native", "torch") else 1
     share = 0.3 if target.name == "triton-interpreter" else 0.04  # few calls, being slow
-    seconds = SECONDS.get(target.name, 5.0)
-    ledger = service.serve(seconds, target.device, target.backend, threads, share)
+    calls = CALLS.get(target.name, 4000)
+    ledger = service.serve(calls, target.device, target.backend, threads, share)
     assert ledger.failures == []
     assert ledger.errors > 0
-    assert ledger.calls > ledger.bad
+    assert ledger.calls > max(calls - 1, ledger.bad)
 
 
 def ledger_of(*values: int) -> service.Ledger:
@@ -77,5 +73,5 @@ def test_the_service_notices_a_wrong_gather(monkeypatch: pytest.MonkeyPatch) -> 
     for wrong, text in ((swapped, "outputs are wrong"), (quiet, "no error for")):
         with monkeypatch.context() as patch:
             patch.setattr(multigather, "gather", wrong)
-            ledger = service.serve(0.5, "cpu", "torch", threads=1)
+            ledger = service.serve(1000, "cpu", "torch", threads=1)
         assert any(text in failure for failure in ledger.failures)

@@ -184,19 +184,42 @@ class FakeBackend:
 
     name = "fake"
     revision = 1
+    sleep = staticmethod(time.sleep)
 
     def prepare(self, request: Request, config: FakeConfig, site: Any) -> Any:
         if config.fault == "prepare":
             raise RuntimeError("out of registers\nmore")
 
         def run(indices: Any, size: Any, sources: Any, outs: Any) -> list[torch.Tensor]:
-            time.sleep(config.seconds)
+            self.sleep(config.seconds)
             results = [source[indices] for source in sources]
             if config.fault == "bytes":
                 results[1].view(torch.uint8)[-1] ^= 1
             return results
 
         return run
+
+
+class Clock:
+    """Time that passes only by sleeping, and by a microsecond at each look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(measure, "time", made)
+    monkeypatch.setattr(FakeBackend, "sleep", staticmethod(made.sleep))
+    return made
 
 
 def test_wrong_bytes_and_failures_are_no_candidates() -> None:
@@ -211,6 +234,7 @@ def test_wrong_bytes_and_failures_are_no_candidates() -> None:
     assert measured.best() == good
 
 
+@pytest.mark.usefixtures("clock")
 def test_slow_candidates_are_out_early_unless_kept() -> None:
     backend: Any = FakeBackend()
     fast, slow, kept = (Candidate(backend, FakeConfig(each)) for each in (0.0, 0.02, 0.021))
@@ -601,13 +625,15 @@ def test_held_out_gathers_are_checked(folder: Path) -> None:
     assert "regret against the best of all: median" in output
 
 
-def test_regret_is_that_of_the_choice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With real clocks: a choice that sleeps is found to be slow, and the other the best."""
+def test_regret_is_that_of_the_choice(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """A choice that sleeps is found to be slow, and the other the best."""
     monkeypatch.setattr(native, "extension", None)  # whose backend dispatch would choose
     request = small_request()
 
     def slow(self: Any, *arguments: Any) -> Any:
-        time.sleep(0.003)
+        clock.sleep(0.003)
         return fast(self, *arguments)
 
     fast = _torch.SelectRunner.__call__

@@ -34,6 +34,7 @@ class Slab:
         gather: gathers from them.
     """
 
+    @torch.inference_mode(False)  # what was made in that mode could not be written outside it
     def __init__(
         self, shards: Shards, room: int, bounds: str, local: Executable, backend: str | None
     ) -> None:

@@ -206,8 +206,8 @@ def _on_the_way(size: float, ranks: int, machine: Machine) -> float:
 def draw(load: Load, generator: torch.Generator) -> torch.Tensor:
     """A rank's indices."""
     if load.pattern == "uniform":
-        return torch.randint(load.rows, (load.indices,), generator=generator)
-    uniform = torch.rand(load.indices, dtype=torch.float64, generator=generator)
+        return torch.randint(load.rows, (load.indices,), device="cpu", generator=generator)
+    uniform = torch.rand(load.indices, dtype=torch.float64, device="cpu", generator=generator)
     order = ((load.rows + 1) ** uniform).long().clamp_(1, load.rows) - 1
     # Steps of the golden section spread the popular rows; without a common divisor they reach all.
     stride = int(load.rows * 0.618) | 1
@@ -220,9 +220,9 @@ def simulate(load: Load, deduplicate: bool, seed: int = 0) -> Traffic:
     """What a call moves with indices drawn for every rank."""
     generator = torch.Generator().manual_seed(seed)
     per_rank = -(-load.rows // load.ranks)
-    served = torch.zeros(load.ranks, dtype=torch.int64)
+    served = torch.zeros(load.ranks, dtype=torch.int64, device="cpu")
     asked = messages = 0
-    sent = torch.zeros(load.ranks, dtype=torch.int64)
+    sent = torch.zeros(load.ranks, dtype=torch.int64, device="cpu")
     for rank in range(load.ranks):
         indices = draw(load, generator)
         if deduplicate:

@@ -181,10 +181,13 @@ class Missed:
         device: where the rows are missed.
     """
 
+    @torch.inference_mode(False)  # what was made in that mode could not be written outside it
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._count = torch.zeros((), dtype=torch.int64, device=device)
-        self._seen = torch.zeros((), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._seen = torch.zeros(
+            (), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
+        )
         self._told = 0
         faults.board_of(device)  # `check` visits devices that have one
         faults.watched.add(self)
