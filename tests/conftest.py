@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -161,6 +162,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_in_a_capture() -> Iterator[None]:
+    """Garbage is collected between tests: freeing modules and graphs spoils a capture under way."""
+    if not HAVE_GPU:
+        yield
+        return
+    gc.collect()
+    gc.freeze()  # what was imported or is kept need not be looked at again
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -278,6 +278,8 @@ def run_calls(case: Case, device: str, backend: str | None) -> str | None:
                 multigather.check()
         except IndexError as found:
             error = found
+            with contextlib.suppress(IndexError):
+                multigather.check()  # a batch is several gathers, and each has met the bad index
         if text:
             return f"{where}: {text}"
         if (error is None) != (bad is None):

@@ -162,8 +162,8 @@ def error_of(run, *arguments) -> str:
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_outputs_that_eager_calls_refuse(target: Target, compiler: str, full: bool) -> None:
     """Outputs over an input or over one another, or that gradients hang on; nothing is written."""
-    if target.name == "triton-interpreter" and not full:
-        pytest.skip("the compiler then looks into Triton's interpreter, and fails")
+    if not full and target.name != "native-cpu":
+        pytest.skip("what the compiler makes of the eager call after a refusal is not looked at")
     if compiler == "inductor" and target.name not in ("native-cpu", "cupy-gpu"):
         pytest.skip("once is enough")
     device = target.device
