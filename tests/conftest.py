@@ -164,15 +164,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def imported_is_no_garbage() -> None:
+    """A look through all that torch has made takes a tenth of a second."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_garbage_in_a_capture() -> Iterator[None]:
-    """Garbage is collected between tests: freeing modules and graphs spoils a capture under way."""
-    if not HAVE_GPU:
-        yield
-        return
-    gc.collect()
-    gc.freeze()  # what was imported or is kept need not be looked at again
-    gc.disable()
+    """Garbage is collected between tests: to free a module or a graph spoils a capture under way."""
+    if HAVE_GPU:
+        gc.collect()
+        gc.disable()
     yield
     gc.enable()
 
