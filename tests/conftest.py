@@ -173,7 +173,7 @@ def imported_is_no_garbage() -> None:
 
 @pytest.fixture(autouse=True)
 def no_garbage_in_a_capture() -> Iterator[None]:
-    """Garbage is collected between tests: to free a module or a graph spoils a capture under way."""
+    """Garbage goes between tests: to free a module or a graph spoils a capture under way."""
     if HAVE_GPU:
         gc.collect()
         gc.disable()
