@@ -17,6 +17,7 @@ help:  ## list the targets
 demo: $(STAMP)  ## gather from real data on your device, check every byte, show times
 	$(VENV)/bin/multigather demo $(ARGS)
 
+# Also to be run with ARGS="--default-device meta", see CONTRIBUTING.md.
 # Workers that have nothing left take tests of the others: one file's tests take minutes. Idle threads
 # of torch sleep: several workers' threads would otherwise wait for work on one another's cores.
 test: $(STAMP)  ## run the tests, on up to eight cores
