@@ -190,11 +190,11 @@ class Reporter(SelectRunner):
 
 
 def kernel_report(board: faults.Board, position: int, value: int) -> None:
-    """Ticket, record, stamp, as a kernel writes them."""
+    """Ticket, record, stamp, as a kernel writes them; of a plan that does not live."""
     ticket = board.words[0]
     board.words[0] = ticket + 1
     start = faults.WORDS * (1 + ticket % faults.RING)
-    for place, word in enumerate((1, position, value, 7, 4, 0, 0), start + 1):
+    for place, word in enumerate((10**6, position, value, 7, 4, 0, 0), start + 1):
         board.words[place] = word
     board.words[start] = ticket + 1
 

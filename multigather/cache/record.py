@@ -11,14 +11,13 @@ import contextlib
 import json
 import logging
 import os
-from collections import deque
 
 from ..request import Request
 from . import shape
 
 log = logging.getLogger("multigather")
 
-_waiting: deque[str] = deque()
+_waiting: list[str] = []
 _failed: set[str] = set()
 
 
@@ -42,7 +41,7 @@ def _write(path: str) -> None:
     lines = ""
     with contextlib.suppress(IndexError):  # of another thread that took the last ones
         while _waiting:
-            lines += _waiting.popleft()
+            lines += _waiting.pop(0)
     if not lines:
         return
     try:
