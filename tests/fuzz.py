@@ -109,9 +109,8 @@ def freed(left: int) -> Callable[[torch.Tensor], Any]:
     """A tensor whose storage was freed, but for so many bytes."""
 
     def make(tensor: torch.Tensor) -> Any:
-        copy = tensor.clone()
-        if not tensor.numel():
-            copy = torch.empty(3, 4, dtype=tensor.dtype, device=tensor.device)
+        shape = tensor.shape if tensor.numel() else (3, 4)
+        copy = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
         size = copy.numel() * copy.element_size()
         copy.untyped_storage().resize_(min(left, size - 1))
         return copy
@@ -133,7 +132,7 @@ MISUSES: dict[str, tuple[type[Exception], Callable[[Arguments], None]]] = {
     "sparse indices": (TypeError, spoil("indices", lambda i: like(torch.int64)(i).to_sparse())),
     "meta indices": (ValueError, spoil("indices", lambda i: i.to("meta"))),
     "fake indices": (TypeError, spoil("indices", fake)),
-    "freed indices": (ValueError, spoil("indices", lambda i: freed(1)(i.to(torch.int64)))),
+    "freed indices": (ValueError, spoil("indices", lambda i: freed(1)(like(torch.int64)(i)))),
     "fake buffer": (TypeError, spoil("buffer", fake)),
     "freed buffer": (ValueError, spoil("buffer", freed(0))),
     "cut buffer": (ValueError, spoil("buffer", freed(7))),
