@@ -53,6 +53,9 @@ def keeps_class(kind: type) -> bool:
 
 def decides_itself(kind: type) -> bool:
     """Whether a class says itself what indexing it means."""
+    tensordict = sys.modules.get("tensordict")
+    if tensordict is not None and kind is getattr(tensordict, "MemoryMappedTensor", None):
+        return False  # plain rows of a file: what it says itself is the same, buffer by buffer
     disabled: Any = torch._C._disabled_torch_function_impl
     return (
         getattr(kind, "__getitem__", None) is not torch.Tensor.__getitem__

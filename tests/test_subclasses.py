@@ -153,3 +153,23 @@ def test_parameters_give_tensors(target: Target) -> None:
             (rows,) = multigather.gather(indices, buffer, backend=target.backend)
         assert type(rows) is torch.Tensor
         assert rows.tolist() == [4, 0]
+
+
+def test_memory_mapped_tensors_are_gathered(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensordict's are plain memory: rows are tensors, and come from the kernel."""
+    tensordict = pytest.importorskip("tensordict")
+    if target.device != "cpu":
+        pytest.skip("files are on the CPU")
+    mapped = tensordict.MemoryMappedTensor.from_tensor(torch.arange(10.0).view(5, 2))
+    indices = torch.tensor([4, 0])
+
+    def indexed(*arguments: Any) -> None:
+        raise AssertionError("indexed buffer by buffer")
+
+    monkeypatch.setattr(tensordict.MemoryMappedTensor, "__getitem__", indexed)
+    for _ in range(2):
+        (rows,) = multigather.gather(indices, mapped, backend=target.backend)
+        assert type(rows) is torch.Tensor
+        assert rows.tolist() == [[8, 9], [0, 1]]
