@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -390,3 +392,67 @@ def test_repeated_calls_on_a_cpu_see_other_sizes_and_moved_buffers(
     with pytest.raises(ValueError, match="has changed"):
         plan(torch.tensor([1, 2]))
     assert not multigather.gather(torch.tensor([1, 2]), buffer)[0].any()
+
+
+def dict_of(a: Any, b: Any) -> Any:
+    return {"a": a, "b": b}
+
+
+def list_of(a: Any, b: Any) -> Any:
+    return [a, [b]]
+
+
+def tensordict_of(a: Any, b: Any) -> Any:
+    tensordict = pytest.importorskip("tensordict")
+    return tensordict.TensorDict({"a": a, "b": b}, [len(a)])
+
+
+CHANGES: dict[str, Any] = {
+    "replaced": lambda table, new: table.__setitem__(0 if isinstance(table, list) else "a", new),
+    "added": lambda table, new: (
+        table.append(new) if isinstance(table, list) else table.update({"c": new})
+    ),
+    "deleted": lambda table, new: table.__delitem__(0 if isinstance(table, list) else "a"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("make", [dict_of, list_of, tensordict_of])
+@pytest.mark.parametrize("known", [0, 1, 4])
+def test_a_container_that_changes(target: Target, make: Any, change: Any, known: int) -> None:
+    """A plan is of the tensors that it was made from, whatever becomes of their container."""
+    a, b = torch.arange(5.0, device=target.device), torch.arange(5, device=target.device) * 2
+    rows = 5 if make is tensordict_of else 1000
+    table = make(a, b)
+    plan = multigather.plan(table, None, backend=target.backend)
+    indices = torch.tensor([4, 0], device=target.device)
+    for _ in range(known):
+        plan(indices)
+    change(table, torch.full((rows,), -1.0, device=target.device))
+    copy = pickle.loads(pickle.dumps(plan)) if target.device == "cpu" else plan
+    for each in (plan, copy):
+        for wanted in (indices, indices.int(), indices[:1], indices.view(2, 1)):
+            for _ in range(2):
+                found, nothing = each(wanted)
+                assert nothing is None
+                leaves = [*found.values()] if hasattr(found, "values") else [found[0], found[1][0]]
+                assert torch.equal(leaves[0], a[wanted.long()])
+                assert torch.equal(leaves[1], b[wanted.long()])
+        assert "  float32 [5]  " in each.explain(indices).request
+    with pytest.raises(IndexError, match=r"is 7, out of range for .* with 5 rows"):
+        plan(torch.tensor([7], dtype=torch.int32, device=target.device))
+        multigather.check()
+
+
+def test_an_array_that_is_laid_out_anew(target: Target) -> None:
+    """A plan of a NumPy array is of its memory as it was laid out then."""
+    if target.device != "cpu":
+        pytest.skip("arrays are on the CPU")
+    numpy = pytest.importorskip("numpy")
+    array = numpy.arange(12, dtype=numpy.int32)
+    plan = multigather.plan(array, backend=target.backend)
+    indices = torch.tensor([11, 0])
+    plan(indices)
+    array.shape = (2, 6)
+    for _ in range(3):
+        assert plan(indices)[0].tolist() == [11, 0]
