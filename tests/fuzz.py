@@ -318,6 +318,8 @@ def through_dict(
 ) -> tuple[str | None, Any]:
     """Gather from a dict that is changed then; its plan stays with what it was made of."""
     pick = call["pick"]
+    table.clear()  # a call that raised left it changed
+    table.update(enumerate(buffers))
     if pick % 4 == 0:  # replaced, and put back by the next call
         table[pick % len(buffers)] = torch.zeros(1, 2, device=indices.device)
     elif pick % 4 == 1:
