@@ -12,7 +12,7 @@ import torch
 from . import dispatch, faults
 from .backends.base import Runner
 from .cache import record, store
-from .fork import cached_property, importing
+from .fork import cached_property, no_fork
 from .request import Request, Site, bucket_of
 
 _plan_numbers = itertools.count(1)
@@ -83,7 +83,7 @@ class Executable:
         if count:
             record.note(self.request.with_count(count), may_write=not capturing)
         if count and store.mode() == "online" and not capturing:
-            with importing:
+            with no_fork:
                 from .tuner.online import tune_if_missing
 
             tune_if_missing(request, self.name)

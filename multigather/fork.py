@@ -18,10 +18,11 @@ from typing import Any, Generic, TypeVar, overload
 
 Value = TypeVar("Value")
 
-# Held around every import at first use. Another thread's import that a fork cuts in two is never
-# finished in the child, whose own import would wait for it; so a fork waits for it instead. Unlike
-# a lock made of Python code it is taken and owned in one step, `with` included.
-importing = threading.RLock()
+# Held around every import at first use, and around pydantic's checks, whose compiled code makes at
+# first use what it keeps. What another thread has begun of that when a fork cuts it in two is never
+# finished in the child, which would wait for it; so a fork waits for it instead. Unlike a lock made
+# of Python code it is taken and owned in one step, `with` included.
+no_fork = threading.RLock()
 
 
 def in_child(function: Callable[[], None]) -> Callable[[], None]:
@@ -33,9 +34,9 @@ def in_child(function: Callable[[], None]) -> Callable[[], None]:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=importing.acquire,
-        after_in_parent=importing.release,
-        after_in_child=importing.release,
+        before=no_fork.acquire,
+        after_in_parent=no_fork.release,
+        after_in_child=no_fork.release,
     )
 
 

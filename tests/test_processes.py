@@ -207,6 +207,40 @@ thread.join()
 """
 
 
+FORK_IN_CHECK = """
+import os, signal, threading
+import torch, multigather
+from multigather.cache import model
+
+begun, forking = threading.Event(), threading.Event()
+checked = model._checked
+
+def slow(*arguments):
+    begun.set()
+    forking.wait()
+    return checked(*arguments)
+
+model._checked = slow
+buffer, indices = torch.arange(30.0).view(10, 3), torch.tensor([3, -1])
+thread = threading.Thread(target=multigather.gather, args=(indices, buffer))
+thread.start()
+assert begun.wait(300)
+threading.Timer(0.2, forking.set).start()
+pid = os.fork()
+if not pid:  # the fork came after the check, so what it keeps is whole
+    os._exit(0 if forking.is_set() else 1)
+print(os.waitpid(pid, 0)[1])
+thread.join()
+"""
+
+
+@needs_fork
+def test_a_fork_waits_for_a_check_of_a_tuning_file() -> None:
+    """What pydantic's compiled code makes at first use would never be finished in the child."""
+    pytest.importorskip("pydantic")
+    assert run_program(FORK_IN_CHECK, MULTIGATHER_TUNING="").stdout == "0\n"
+
+
 @needs_fork
 @pytest.mark.parametrize("module", ["multigather.cache.model", "pydantic", "platformdirs"])
 def test_a_fork_waits_for_an_import_at_first_use(module: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from .. import faults
-from ..fork import importing
+from ..fork import no_fork
 from ..launch import Launch, Scale
 from ..request import Field, Request, Site, power_of_two_divisor
 from .base import (
@@ -544,7 +544,7 @@ def scale_of(
 def _import_failures() -> list[str]:
     """Import CuPy once; what it says if it cannot be used."""
     try:
-        with importing:
+        with no_fork:
             import cupy
 
         cupy.cuda.runtime.driverGetVersion()

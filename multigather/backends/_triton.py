@@ -17,7 +17,7 @@ import torch
 
 from .. import faults
 from ..bounds import raise_if_bad
-from ..fork import importing
+from ..fork import no_fork
 from ..launch import NOWHERE, Launch, Scale
 from ..request import Request, Site
 from .base import (
@@ -434,7 +434,7 @@ class _Places(dict[int, torch.Tensor]):
 
 @functools.cache
 def _kernel() -> Any:
-    with importing:
+    with no_fork:
         from multigather.kernels import gather_triton
 
     return gather_triton.gather

@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic import Field as Constrained
 
+from ..fork import no_fork
 from .device import Device
 from .key import Key
 
@@ -170,6 +171,12 @@ def parse(data: bytes) -> Tuning:
     entries = content.pop("entries", None)
     if not isinstance(entries, dict):
         raise TuningFileError("it has no entries", foreign=True)
+    with no_fork:
+        return _checked(content, entries)
+
+
+def _checked(content: Any, entries: dict[str, Any]) -> Tuning:
+    """`parse` once the file is seen to be a tuning file of a known schema."""
     try:
         tuning = Tuning.model_validate(content)
     except ValidationError as error:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from ..fork import importing
+from ..fork import no_fork
 from ..request import Request
 
 RULES_FILE = "default.json"
@@ -56,7 +56,7 @@ def default_rules() -> tuple[Rule, ...]:
     Raises:
         ValueError: the file names an unknown condition.
     """
-    with importing:
+    with no_fork:
         folder = resources.files("multigather.tuning_cache")
     text = (folder / RULES_FILE).read_text()
     rules = []

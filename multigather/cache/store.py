@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..fork import importing
+from ..fork import no_fork
 from .device import Device, device_of
 from .key import FARTHEST, Key
 from .rules import RULES_FILE
@@ -63,7 +63,7 @@ def user_folder() -> Path | None:
     chosen = os.environ.get("MULTIGATHER_CACHE_DIR")
     if chosen:
         return _path(chosen) / "tuning"
-    with importing:
+    with no_fork:
         import platformdirs
 
     try:
@@ -120,7 +120,7 @@ def layers() -> list[Layer]:
     folder = user_folder()
     if folder is not None:
         found.append(Layer("user cache", folder))
-    with importing:
+    with no_fork:
         found.append(Layer("shipped", resources.files("multigather.tuning_cache")))
     return found
 
@@ -132,7 +132,7 @@ def give(path: str | os.PathLike[str]) -> int:
         FileNotFoundError: there is none.
         TuningFileError: a file is no tuning file.
     """
-    with importing:
+    with no_fork:
         from .model import TuningFileError, parse
 
     layer = Layer("load_tuning", _path(path))
@@ -274,7 +274,7 @@ def _between(key: Key, near: list[_Neighbour], refuse: Refuse) -> Found:
     is what it is expected to be. Taking the nearest entry's choice instead would be worse: it takes
     over what suits that entry only, and its noise.
     """
-    with importing:
+    with no_fork:
         from .model import TIMES_LIMIT, config_of_text, config_text
 
     near = [each for each in near if each.distance <= near[0].distance + NEGLIGIBLE]
@@ -315,7 +315,7 @@ def _between(key: Key, near: list[_Neighbour], refuse: Refuse) -> Found:
 
 def _slow_down(neighbour: _Neighbour, name: str) -> float:
     """How much slower a backend's best was than the entry's pick, at most `TIMES_LIMIT`."""
-    with importing:
+    with no_fork:
         from .model import TIMES_LIMIT
 
     measured = neighbour.usable.get(name)
@@ -383,7 +383,7 @@ def read_data(file: Any) -> bytes:
         OSError: it cannot be read, or is nothing that a tuning file can be: a pipe would be waited
             for, a device or a huge file read until the memory is full.
     """
-    with importing:
+    with no_fork:
         from .model import MOST_BYTES
 
     if isinstance(file, Path) and not file.is_dir():  # a folder's own error says it best
@@ -398,7 +398,7 @@ def read_data(file: Any) -> bytes:
 
 def _usable(file: Any) -> Tuning | None:
     """A file's content; a file that cannot be used is a miss, with one warning."""
-    with importing:
+    with no_fork:
         from .model import TuningFileError, parse
 
     try:
@@ -426,7 +426,7 @@ def file_for(folder: Path, device: Device) -> Path:
     A file's name is only a label: where it is taken by another device (a MIG slice of the same
     product), the number of processors is added.
     """
-    with importing:
+    with no_fork:
         from .model import TuningFileError, parse
 
     file = folder / f"{device.label}.json"
@@ -450,7 +450,7 @@ def publish(path: Path, addition: Tuning, *, fresh: bool = False) -> None:
     Raises:
         WriteError: the file cannot be written, or is something that must not be overwritten.
     """
-    with importing:
+    with no_fork:
         import filelock
 
         from .model import TuningFileError, merge, not_before, parse, render
