@@ -177,13 +177,12 @@ def gather_checked(
     indices = containers.as_indices(indices)
     if is_compiling() or dispatch_modes() or torch._C._get_tracing_state() is not None:
         return in_graph(indices, buffers, out, bounds, backend), None
-    if any(map(is_dtensor, buffers.tensors)):
-        from .distributed import routing
+    if not all_ordinary(indices, *buffers.tensors):
+        if any(map(is_dtensor, buffers.tensors)):
+            from .distributed import routing
 
-        return routing.gather(indices, buffers, out, bounds, backend), None
-    if only_tensors(indices, *buffers.tensors):
-        fakes = [each for each in (indices, *buffers.tensors) if is_fake(each)]
-        if len(fakes) == 1 + len(buffers.tensors):
+            return routing.gather(indices, buffers, out, bounds, backend), None
+        if all(map(is_fake, (indices, *buffers.tensors))):
             return in_graph(indices, buffers, out, bounds, backend), None
     try:
         outs = None if out is None else flatten_outputs(out, buffers)

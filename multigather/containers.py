@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
+from .memory import as_bytes
+
 
 class Node(Protocol):
     """How one argument, or one leaf of a container, was taken apart into leaves."""
@@ -531,7 +533,7 @@ def as_written(
                 f"{name} has dtype {have}, {label} has {want}; pass an array of that dtype"
             )
         if number not in given:
-            written[number] = item.unsqueeze(-1).view(torch.uint8)
+            written[number] = as_bytes(item)
         elif number not in wanted:
             raise ValueError(
                 f"{name} has strides that are no multiple of its elements' size; pass a contiguous "
